@@ -1,0 +1,27 @@
+"""ZeRO stage 1, 2 and 3 training as a native PyTorch Lightning strategy.
+
+Importing the package registers the strategy names ``zero1``, ``zero2`` and ``zero3``::
+
+    import lightning_zero
+    Trainer(strategy="zero3")
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zero.engine.memory import MemoryRow
+from lightning_zero.errors import PeerFailedError, RankMismatchError, ShardedParameterError, ZeroError
+from lightning_zero.strategy import ZeroStrategy, full_params
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MemoryRow",
+    "PeerFailedError",
+    "RankMismatchError",
+    "ShardedParameterError",
+    "ZeroError",
+    "ZeroStrategy",
+    "full_params",
+]
+
+ZeroStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,1 @@
+"""Bytes between ranks: the only room that calls ``torch.distributed`` collectives."""

@@ -1,0 +1,203 @@
+"""What the engine asks of a group of ranks, and how NCCL and a single rank do it. gloo has its own exchange (gloo.py).
+
+Every method is collective: all ranks call it, in the same order, with the same shapes. ``label`` names the operation in
+error messages; ``tag`` tells operations of different buffers apart, so that ranks which disagree never swap data.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.watch import StallWatch
+from lightning_zero.pending import Pending
+
+
+class OwnedRange(NamedTuple):
+    """Elements ``start .. stop`` of a tensor, owned by ``rank``."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass
+class CommCounters:
+    """Collectives that this rank took part in and payload bytes that it sent."""
+
+    all_gathers: int = 0
+    reduce_scatters: int = 0
+    all_reduces: int = 0
+    broadcasts: int = 0
+    sent_bytes: int = 0
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        for counter in fields(self):
+            setattr(self, counter.name, 0)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+class Collectives(abc.ABC):
+    """Moves flat buffers between the ranks of one group."""
+
+    def __init__(self, rank: int, world_size: int, watch: StallWatch | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.counters = CommCounters()
+        self.watch = watch
+
+    @abc.abstractmethod
+    def start_all_gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        """Fill ``flat`` (world_size * n elements) with the shards (n elements) of all ranks, in rank order.
+
+        ``shard`` may be this rank's slice of ``flat``. It must not change before the wait.
+        """
+
+    @abc.abstractmethod
+    def start_reduce_scatter(self, flat: Tensor, out: Tensor, label: str, tag: int) -> Pending:
+        """Sum ``flat`` over the ranks and put this rank's slice of the sum into ``out``.
+
+        ``out`` may be this rank's slice of ``flat``. ``flat`` must not change before the wait and is undefined after it.
+        """
+
+    @abc.abstractmethod
+    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+        """Send each range of the 1-D tensor ``out`` from its owner to all ranks, in place."""
+
+    @abc.abstractmethod
+    def start_all_reduce(self, tensor: Tensor, op: Any, label: str) -> Pending:
+        """Reduce a small tensor over the ranks, in place. ``op`` is a ``ReduceOp``."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """Send rank 0's contiguous tensor to all ranks, in place."""
+
+    @abc.abstractmethod
+    def all_gather_object(self, value: Any, label: str) -> list[Any]:
+        """The picklable ``value`` of every rank, in rank order."""
+
+
+class SingleRank(Collectives):
+    """The group of one rank: nothing moves."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def start_all_gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        """See the base class."""
+        if shard.data_ptr() != flat.data_ptr():
+            flat.copy_(shard)
+        return Pending()
+
+    def start_reduce_scatter(self, flat: Tensor, out: Tensor, label: str, tag: int) -> Pending:
+        """See the base class."""
+        if out.data_ptr() != flat.data_ptr():
+            out.copy_(flat)
+        return Pending()
+
+    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+        """See the base class."""
+        return Pending()
+
+    def start_all_reduce(self, tensor: Tensor, op: Any, label: str) -> Pending:
+        """See the base class."""
+        return Pending()
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """See the base class."""
+
+    def all_gather_object(self, value: Any, label: str) -> list[Any]:
+        """See the base class."""
+        return [value]
+
+
+class GroupCollectives(Collectives):
+    """What all process groups have in common: small reductions, broadcasts and objects."""
+
+    def __init__(self, group: dist.ProcessGroup, watch: StallWatch) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), watch)
+        self._group = group
+        self._watch = watch
+
+    def _pending(
+        self, works: list[Any], label: str, then: Callable[[], None] | None = None, *, is_read: bool = False
+    ) -> Pending:
+        def finish() -> None:
+            with self._watch.waiting(label, is_read=is_read):
+                for work in works:
+                    work.wait()
+            if then is not None:
+                then()
+
+        return Pending(finish)
+
+    def start_all_reduce(self, tensor: Tensor, op: Any, label: str) -> Pending:
+        """See the base class."""
+        self.counters.all_reduces += 1
+        self.counters.sent_bytes += 2 * nbytes(tensor) * (self.world_size - 1) // self.world_size
+        return self._pending([dist.all_reduce(tensor, op=op, group=self._group, async_op=True)], label)
+
+    def broadcast(self, tensor: Tensor, label: str) -> None:
+        """See the base class."""
+        self.counters.broadcasts += 1
+        self.counters.sent_bytes += nbytes(tensor) if self.rank == 0 else 0
+        raw = tensor.view(-1).view(torch.uint8)
+        self._pending([dist.broadcast(raw, group_src=0, group=self._group, async_op=True)], label).wait()
+
+    def all_gather_object(self, value: Any, label: str) -> list[Any]:
+        """See the base class."""
+        values: list[Any] = [None] * self.world_size
+        with self._watch.waiting(label):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+class NativeCollectives(GroupCollectives):
+    """The backend's own collectives (NCCL), which run on streams of their own.
+
+    Gathers and reductions use different groups, hence different streams, so that they do not queue behind each other.
+    ``wait`` orders the current stream after the collective and does not block the host.
+    """
+
+    def __init__(self, gather_group: dist.ProcessGroup, reduce_group: dist.ProcessGroup, watch: StallWatch) -> None:
+        super().__init__(reduce_group, watch)
+        self._gather_group = gather_group
+
+    def start_all_gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
+        """See the base class."""
+        self.counters.all_gathers += 1
+        self.counters.sent_bytes += nbytes(shard) * (self.world_size - 1)
+        out, own = flat.view(torch.uint8), shard.view(torch.uint8)  # any dtype, the backend need not know it
+        return self._pending(
+            [dist.all_gather_into_tensor(out, own, group=self._gather_group, async_op=True)], label
+        )
+
+    def start_reduce_scatter(self, flat: Tensor, out: Tensor, label: str, tag: int) -> Pending:
+        """See the base class."""
+        self.counters.reduce_scatters += 1
+        self.counters.sent_bytes += nbytes(out) * (self.world_size - 1)
+        source, target = (torch.view_as_real(t) if t.is_complex() else t for t in (flat, out))
+        return self._pending(
+            [dist.reduce_scatter_tensor(target, source, group=self._group, async_op=True)], label
+        )
+
+    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+        """See the base class."""
+        self.counters.all_gathers += 1
+        works = []
+        for owned in ranges:
+            raw = out[owned.start : owned.stop].view(torch.uint8)
+            self.counters.sent_bytes += nbytes(raw) if owned.rank == self.rank else 0
+            works.append(dist.broadcast(raw, group_src=owned.rank, group=self._gather_group, async_op=True))
+        return self._pending(works, label, is_read=True)

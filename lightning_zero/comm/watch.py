@@ -1,0 +1,239 @@
+"""Finds out that ranks can never finish what they wait for, and stops them with a message.
+
+[Note: how a stall is proven]
+A rank that waits long is not yet a fault: another one may be loading data or writing a checkpoint. It is a fault when
+*every* rank is blocked in a collective and they are not all in the same one. Each rank therefore looks once a second
+whether its main thread is blocked; if it has been for half the timeout it publishes where, and reads the others. Ranks
+that all wait in different places raise :class:`RankMismatchError` with all the places. A rank that failed publishes its
+error; ranks that are blocked then raise :class:`PeerFailedError` at once, quoting it.
+
+A thread cannot raise in another one that is blocked in C++. Shutting down the sockets of the process group makes the
+blocked call return with an error, which is then replaced by the explanation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import FrameType
+
+import torch.distributed as dist
+
+from lightning_zero.errors import PeerFailedError, RankMismatchError, ZeroError
+
+_POLL_SECONDS = 0.5
+_EXIT_GRACE_SECONDS = 10.0
+_READ_STALL = timedelta(seconds=6)
+
+
+def open_sockets() -> set[int]:
+    """File descriptors of this process's sockets (Linux; elsewhere empty)."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    found.add(int(name))
+    return found
+
+
+def _shut_down(descriptors: set[int], spared_port: int | None) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            sock = socket.socket(fileno=os.dup(descriptor))
+            try:
+                ports = {sock.getpeername()[1], sock.getsockname()[1]}
+                if spared_port not in ports:
+                    sock.shutdown(socket.SHUT_RDWR)
+            finally:
+                sock.close()
+
+
+def _collective_frame(frame: FrameType | None) -> str | None:
+    """Where the innermost frame is a call into torch.distributed: the call and who made it."""
+    if frame is None or not frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        return None
+    name = frame.f_code.co_name
+    while frame is not None and "torch/distributed" in frame.f_code.co_filename:
+        name, frame = frame.f_code.co_name, frame.f_back
+    where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "unknown"
+    return f"torch.distributed.{name} called at {where}"
+
+
+class StallWatch:
+    """Watches the main thread of this rank and talks to the watches of the other ranks through the store.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: how long all ranks may be blocked in different operations.
+        sockets: descriptors to shut down in order to wake the main thread.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, sockets: set[int]) -> None:
+        self._rank, self._world_size, self.timeout = rank, world_size, timeout
+        self._sockets = sockets
+        self._label: str | None = None
+        self._is_read = False
+        self._since = 0.0
+        self._run = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: dist.Store | None = None
+        self.reason: ZeroError | None = None
+
+    # -- the watched thread -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, label: str, *, is_read: bool = False) -> Iterator[None]:
+        """Mark that the main thread waits for ``label``; errors inside are explained."""
+        self._label, self._is_read, self._since = label, is_read, time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(error, label) from error
+        finally:
+            self._label = None
+
+    def explain(self, error: BaseException, label: str) -> BaseException:
+        """The error to raise in place of a broken connection."""
+        deadline = time.monotonic() + 3 * _POLL_SECONDS
+        while self.reason is None and self._thread is not None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 5)
+        if self.reason is not None:
+            return self.reason
+        return PeerFailedError(f"Rank {self._rank} lost another rank while it waited for {label}: {error}")
+
+    # -- life cycle ---------------------------------------------------------------------------------------------
+
+    def start(self, store: dist.Store) -> None:
+        """Begin to watch. Every rank, as often as the others."""
+        self._run += 1
+        self.reason = None
+        clone = getattr(store, "clone", None)
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            store = clone() if clone is not None else store
+        self._store = store
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._watch, name="lightning_zero-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; safe to call twice."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+        self._thread = None
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed."""
+        if self._store is None or isinstance(error, (PeerFailedError, RankMismatchError)):
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key("failed"), f"rank {self._rank}: {type(error).__name__}: {error}")
+
+    # -- the watching thread ------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"lightning_zero/{self._run}/{name}"
+
+    def _watch(self) -> None:
+        suspicions = 0
+        blocked_at: tuple[str, float] | None = None
+        published = False
+        while not self._stop.wait(_POLL_SECONDS):
+            place = self._blocked_place()
+            if place is None or blocked_at is None or blocked_at[0] != place:
+                blocked_at = (place, time.monotonic()) if place is not None else None
+            seconds = time.monotonic() - blocked_at[1] if blocked_at else 0.0
+            try:
+                if place is not None and self._peer_failed():
+                    return self._interrupt()
+                if place is None or seconds < self._limit_seconds() / 2:
+                    suspicions = 0
+                    if published:
+                        published = self._publish(None, 0.0)
+                    continue
+                published = self._publish(place, seconds)
+                suspicions = suspicions + 1 if self._mismatch(place, seconds) else 0
+                if suspicions >= 3:
+                    return self._interrupt()
+            except (RuntimeError, ValueError):  # the store is gone: the run is over or rank 0 has left
+                return None
+        return None
+
+    def _limit_seconds(self) -> float:
+        limit = min(self.timeout, _READ_STALL) if self._is_read else self.timeout
+        return limit.total_seconds()
+
+    def _blocked_place(self) -> str | None:
+        label, since = self._label, self._since
+        if label is not None and time.monotonic() - since > _POLL_SECONDS:
+            return label
+        main = threading.main_thread().ident
+        return _collective_frame(sys._current_frames().get(main)) if main is not None else None
+
+    def _publish(self, place: str | None, seconds: float) -> bool:
+        assert self._store is not None
+        state = {"place": place, "seconds": seconds, "is_read": self._is_read}
+        self._store.set(self._key(f"waiting/{self._rank}"), json.dumps(state))
+        return place is not None
+
+    def _peer_failed(self) -> bool:
+        assert self._store is not None
+        if not self._store.check([self._key("failed")]):
+            return False
+        text = self._store.get(self._key("failed")).decode()
+        if text.startswith(f"rank {self._rank}:"):
+            return False
+        self.reason = PeerFailedError(f"Rank {self._rank} stops because another rank failed. {text}")
+        return True
+
+    def _mismatch(self, place: str, seconds: float) -> bool:
+        assert self._store is not None
+        places = {self._rank: place}
+        longest, is_read = seconds, self._is_read
+        for rank in set(range(self._world_size)) - {self._rank}:
+            key = self._key(f"waiting/{rank}")
+            state = json.loads(self._store.get(key)) if self._store.check([key]) else {"place": None}
+            if state["place"] is None:
+                return False
+            places[rank] = state["place"]
+            longest, is_read = min(longest, state["seconds"]), is_read or state["is_read"]
+        limit = min(self.timeout, _READ_STALL) if is_read else self.timeout
+        if len(set(places.values())) == 1 or longest < limit.total_seconds() / 2:
+            return False
+        lines = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in sorted(places))
+        self.reason = RankMismatchError(
+            f"The ranks wait for different operations and none can finish: {lines}. Under stage 3 every rank has to use the"
+            " same modules and read the same parameters in the same order. Where ranks take different paths, wrap the code"
+            " in `lightning_zero.full_params(module)` or use stage 2."
+        )
+        return True
+
+    def _interrupt(self) -> None:
+        """Wake the main thread; if it does not wake up, leave."""
+        assert self.reason is not None
+        master_port = os.environ.get("MASTER_PORT", "")
+        _shut_down(self._sockets, int(master_port) if master_port.isdigit() else None)
+        self._abort_device_groups()
+        deadline = time.monotonic() + _EXIT_GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if self._stop.wait(_POLL_SECONDS) or self._blocked_place() is None:
+                return
+        print(f"lightning_zero: {self.reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    @staticmethod
+    def _abort_device_groups() -> None:
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and dist.is_initialized() and dist.get_backend() == "nccl":
+            with contextlib.suppress(RuntimeError):
+                abort()

@@ -1,0 +1,1 @@
+"""What is sharded and when it is whole. Knows nothing of Lightning."""

@@ -1,0 +1,75 @@
+"""Reads and writes of single parameters from anywhere in the user's code."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.buffer import ParamHandle
+from lightning_zero.engine.grads import GradReducer
+from lightning_zero.engine.weights import Weights
+
+
+class EngineAccess:
+    """The :class:`~lightning_zero.engine.guard.ParamAccess` of an engine.
+
+    Values that were handed out as copies are remembered until nobody else holds their memory, and changes of them are
+    written back at the next read or boundary.
+    """
+
+    def __init__(self, weights: Weights, grads: GradReducer) -> None:
+        self.is_in_place = not weights.has_storage_of_its_own
+        self._weights, self._grads = weights, grads
+        self._handed_out: list[tuple[ParamHandle, Tensor, int, bool]] = []
+
+    def read(self, handle: ParamHandle) -> Tensor:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        self.flush()
+        return self._weights.read(handle)
+
+    @torch.no_grad()
+    def write(self, handle: ParamHandle, value: Tensor) -> None:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        self.flush()
+        self._weights.write(handle, value)
+
+    def track(self, handle: ParamHandle, value: Tensor) -> None:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        # version -1: written back once in any case, for changes that no counter shows (numpy)
+        self._handed_out.append((handle, value, -1, False))
+
+    def gradient(self, handle: ParamHandle) -> Tensor | None:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        return self._grads.gradient(handle)
+
+    def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        self._grads.set_gradient(handle, value)
+
+    def flush(self) -> None:
+        """Write changes of handed-out values back. Called at boundaries and before every read."""
+        if not self._handed_out:
+            return
+        handed_out, self._handed_out = self._handed_out, []
+        with torch.no_grad():
+            while handed_out:
+                handle, value, version, is_stale = handed_out.pop(0)
+                if value._version != version:
+                    if is_stale:
+                        raise RuntimeError(
+                            f"Parameter '{handle.fqn}' was changed through a tensor that was taken from it before the last"
+                            " optimizer step. Under stage 3 such a tensor is a copy; take `param.data` anew after a step."
+                        )
+                    self._weights.write(handle, value)
+                version = value._version
+                # our own uses are 2 each; with more somebody else can still change it
+                uses = torch._C._storage_Use_Count(value.untyped_storage()._cdata)
+                if uses > 2 or sys.getrefcount(value) > 2:
+                    self._handed_out.append((handle, value, version, is_stale))
+
+    def mark_stale(self) -> None:
+        """The weights have been updated: values that were handed out before are old."""
+        self.flush()
+        self._handed_out = [(handle, value, version, True) for handle, value, version, _ in self._handed_out]

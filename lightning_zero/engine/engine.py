@@ -1,0 +1,348 @@
+"""The engine: everything that the strategy asks for, in terms of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.collectives import Collectives
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine import clip, guard
+from lightning_zero.engine.access import EngineAccess
+from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.grads import GradReducer
+from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, watch_saved_tensors
+from lightning_zero.engine.optimizer import OptimizerDriver, restore_class
+from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.units import UnitPhase, ZeroUnit, plan_units
+from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+_engines: weakref.WeakValueDictionary[EngineAccess, ZeroEngine] = weakref.WeakValueDictionary()
+
+
+def engine_of(module: nn.Module) -> ZeroEngine | None:
+    """The engine that holds the parameters of a module; None if they are not sharded."""
+    for param in module.parameters():
+        entry = guard.handle_of(param)
+        if entry is not None and isinstance(entry[1], EngineAccess):
+            return _engines.get(entry[1])
+    return None
+
+
+class ZeroEngine:
+    """Shards a module and its optimizers over the ranks of ``collectives``.
+
+    Building is collective: rank 0's weights and buffers are sent to all ranks. The optimizers become drivers of shards
+    in place. :meth:`close` gives everything back.
+
+    Args:
+        module: the module, with full parameters on their device.
+        optimizers: the optimizers over its parameters; may be empty (evaluation).
+        config: what the user chose.
+        collectives: the ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], config: ZeroConfig, collectives: Collectives
+    ) -> None:
+        self.module, self.config, self.collectives = module, config, collectives
+        self.placements = placements_of(config.stage, collectives.world_size)
+        self._check(module)
+        self.units = self._build_units(optimizers)
+        self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        self.handles = [handle for unit in self.units for handle in unit.handles]
+        self._unit_of = {handle: unit for unit in self.units for handle in unit.handles}
+        self.grads = GradReducer(self.buffers, collectives, self.placements.grad)
+        self.weights = self._place_weights()
+        self.access = EngineAccess(self.weights, self.grads)
+        for handle in self.handles:
+            guard.register(handle, self.access)
+        _engines[self.access] = self
+        self.drivers = [OptimizerDriver(optimizer, self) for optimizer in optimizers]
+        for unit in self.units:
+            unit.guard()
+        by_param = {handle.param: unit for handle, unit in self._unit_of.items()}
+        self._hooks = attach_module_hooks(module, self, by_param)
+        self._has_grad_hook: set[ParamHandle] = set()
+        self._backward_is_open = False
+        self._peek_is_open = False
+        self._buffers_are_due = True
+        self.last_grad_norm: Tensor | None = None
+        self.sync_buffers()
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _check(module: nn.Module) -> None:
+        for name, param in module.named_parameters():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise ValueError(
+                    f"Parameter '{name}' has no shape yet (lazy module). Run a forward in `configure_model` or `setup` so that"
+                    " it is initialised before training begins."
+                )
+            own_dispatch = getattr(type(param), "__torch_function__", None)
+            plain = getattr(nn.Parameter, "__torch_function__", None)
+            if getattr(own_dispatch, "__func__", own_dispatch) is not getattr(plain, "__func__", plain) or (
+                type(param.data) is not Tensor
+            ):
+                raise NotImplementedError(
+                    f"Parameter '{name}' is a {type(param).__name__} holding a {type(param.data).__name__}; only plain tensors can"
+                    " be sharded. Convert it to a plain nn.Parameter, or train with strategy='ddp'."
+                )
+        for name, submodule in module.named_modules():
+            if getattr(submodule, "sparse", False) and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
+                raise NotImplementedError(
+                    f"Module '{name}' asks for sparse gradients, which can not be sharded. Pass `sparse=False`, or train with"
+                    " strategy='ddp'."
+                )
+
+    def _build_units(self, optimizers: Sequence[Optimizer]) -> list[ZeroUnit]:
+        group_of = {
+            param: (i, j)
+            for i, optimizer in enumerate(optimizers)
+            for j, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+        units, num_buffers = [], 0
+        for index, plan in enumerate(plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes)):
+            kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+            for fqn, param in plan.params.items():
+                kinds[param.dtype, param.device, param.requires_grad].append((fqn, param))
+            buffers = []
+            for members in kinds.values():
+                # neighbours of one optimizer group are stepped as one tensor
+                members.sort(key=lambda member: group_of.get(member[1], (-1, -1)))
+                handles = [ParamHandle(param, fqn) for fqn, param in members]
+                buffers.append(FlatBuffer(num_buffers, plan.name, handles, self.collectives))
+                num_buffers += 1
+            units.append(ZeroUnit(index, plan.name, buffers))
+        return units
+
+    def _place_weights(self) -> Weights:
+        if self.placements.weight is Placement.SHARDED:
+            return ShardedWeights(self.units, self.config.window_bytes)
+        return ReplicatedWeights(self.units)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step_scope(self, *, is_training: bool) -> Iterator[None]:
+        """Wraps a training, validation, test or predict step. Nothing stays gathered after an evaluation step."""
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.weights, ShardedWeights) and is_training:
+                stack.enter_context(watch_saved_tensors(self, self.weights.by_storage))
+            yield
+        if not is_training:
+            self._release_weights()
+
+    def enter(self, unit: ZeroUnit) -> bool:
+        """A module call that uses ``unit`` begins. Returns whether its inputs should be watched."""
+        self.access.flush()
+        in_backward = _in_backward()
+        is_outermost = not unit.pins
+        self.weights.enter(unit, UnitPhase.BACKWARD if in_backward else UnitPhase.FORWARD)
+        if not is_outermost:
+            return False
+        if in_backward:
+            unit.is_recomputed = True
+        else:
+            unit.num_calls += 1
+        return self.weights.has_storage_of_its_own and torch.is_grad_enabled() and not unit.is_trainable
+
+    def need_in_backward(self, unit: ZeroUnit) -> None:
+        """A tensor of a gathered unit is needed by a node of the backward."""
+        if not self._backward_is_open and not self._peek_is_open and _in_backward():
+            self._peek_is_open = True  # torch.autograd.grad: no gradients of parameters, but weights to release
+            torch.autograd.Variable._execution_engine.queue_callback(self._close_peek)
+        self.weights.need(unit, UnitPhase.BACKWARD)
+
+    def _close_peek(self) -> None:
+        self._peek_is_open = False
+        if not self._backward_is_open:
+            for unit in self.units:
+                self.weights.done(unit)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward begins; every rank."""
+        if self._backward_is_open:
+            return
+        self._backward_is_open = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for handle in self.handles:
+                if handle.param.requires_grad and handle not in self._has_grad_hook:
+                    self._hooks.append(attach_grad_hook(handle, self))
+                    self._has_grad_hook.add(handle)
+            self.grads.begin_backward()
+
+    def on_gradient(self, handle: ParamHandle) -> None:
+        """Autograd has accumulated the gradient of a parameter."""
+        if not self._backward_is_open:  # `loss.backward()` without the strategy
+            self.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            grad, handle.param.grad = handle.param.grad, None
+            if grad is None:
+                return
+            unit = self._unit_of[handle]
+            # recomputation of a unit that was called several times brings its gradients in several parts
+            is_final = not unit.is_recomputed or unit.num_calls <= 1
+            self.grads.add(handle, grad, is_final=is_final)
+            if all(bucket.arrived >= bucket.expected for bucket in map(self.grads.buckets.__getitem__, unit.buffers)):
+                self.weights.done(unit)
+
+    def end_backward(self) -> None:
+        """A backward has ended: reduce what is left and release the weights. Collective."""
+        if not self._backward_is_open:
+            return
+        self._backward_is_open = False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.grads.end_backward()
+        self._release_weights()
+
+    def _release_weights(self) -> None:
+        self.access.flush()
+        self.weights.release_all()
+        for unit in self.units:
+            unit.num_calls, unit.is_recomputed = 0, False
+
+    # -- step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_step(self, driver: OptimizerDriver) -> None:
+        """Bring everything that a step needs into the shards. Collective."""
+        if any(unit.num_holds for unit in self.units):
+            raise RuntimeError("An optimizer step inside `full_params(...)` is not possible: leave the context first.")
+        self.end_backward()
+        self.grads.reduce_postponed()
+        self.grads.wait()
+        self.grads.write_back()
+        self._release_weights()
+        self.weights.finish_communication()
+
+    def after_step(self, handles: Collection[ParamHandle]) -> None:
+        """The shards of these parameters have been updated on some rank; every rank passes the same."""
+        self.access.mark_stale()
+        with torch._C.DisableTorchFunctionSubclass():
+            # as an in-place update of the parameter would: a graph from before the step must not be used again
+            torch.autograd.graph.increment_version([handle.param for handle in handles])
+        self.weights.start_refresh({handle.buffer: None for handle in handles})
+
+    def clip_by_norm(self, driver: OptimizerDriver, max_norm: float) -> Tensor:
+        """Clip the gradients of one optimizer to a total 2-norm. Returns the norm before. Collective."""
+        norm = clip.total_norm(self.grads.regions(driver.handles), self.collectives, self.buffers[0].device)
+        self.grads.scale_later(driver.handles, clip.clip_coefficient(norm, max_norm))
+        self.last_grad_norm = norm
+        return norm
+
+    def clip_by_value(self, driver: OptimizerDriver, limit: float) -> None:
+        """Clamp the gradients of one optimizer. Every rank."""
+        clip.clip_by_value(self.grads.regions(driver.handles), limit)
+
+    # -- buffers ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Send rank 0's module buffers to all ranks, one message per dtype. Collective."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in self.module.buffers():
+            if tensor.numel() and tensor.layout is torch.strided:
+                by_dtype[tensor.dtype].append(tensor)
+        for dtype, tensors in by_dtype.items():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self.collectives.broadcast(flat, f"the buffers of dtype {dtype}")
+            if self.collectives.rank:
+                for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+    def sync_buffers_if_due(self) -> None:
+        """As DDP does: before a forward, unless the last forward was one without gradient synchronization."""
+        if self._buffers_are_due and self.config.broadcast_buffers:
+            self.sync_buffers()
+
+    def note_forward(self, *, synchronizes: bool) -> None:
+        """A step's forward has ended; ``synchronizes``: with gradients and outside of an accumulation window."""
+        self._buffers_are_due = synchronizes
+
+    # -- full parameters ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def full_params(self, module: nn.Module, *, write: bool) -> Iterator[None]:
+        """See :func:`lightning_zero.full_params`. Collective."""
+        handles = [entry[0] for entry in map(guard.handle_of, module.parameters()) if entry is not None]
+        units = {self._unit_of[handle]: None for handle in handles}
+        self.access.flush()
+        for unit in units:
+            self.weights.enter(unit, UnitPhase.BACKWARD if _in_backward() else UnitPhase.FORWARD)
+            unit.num_holds += 1
+        versions = {unit: unit.current_versions() for unit in units}
+        try:
+            yield
+            changed = [h.fqn for unit in units for h in unit.changed_since(versions[unit])]
+            if changed and not write:
+                raise RuntimeError(
+                    f"Parameters were changed inside `full_params(module)`: {', '.join(changed)}. Pass `write=True`."
+                )
+            if write:
+                with torch.no_grad():
+                    for handle in handles:
+                        self.weights.write(handle, handle.adopt_data())
+        finally:
+            for unit in units:
+                unit.versions = unit.current_versions()
+                unit.num_holds -= 1
+                self.weights.leave(unit)
+                self.weights.done(unit)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, *, gather: bool) -> None:
+        """Take everything off the module and give the parameters their full values. Collective if ``gather``.
+
+        With ``gather=False`` nothing is communicated, and parameters whose values are not all here become unusable.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if gather:
+            self.end_backward()
+            self.grads.wait()
+            self._release_weights()
+            self.weights.finish_communication()
+        for unit in self.units:
+            self._give_back(unit, gather=gather)
+        self.grads.close()
+        for driver in self.drivers:
+            driver.close()
+
+    def _give_back(self, unit: ZeroUnit, *, gather: bool) -> None:
+        if gather:
+            self.weights.fetch(unit)
+        if gather or (not self.weights.has_storage_of_its_own and not unit.is_gathering):
+            guard.release(unit.handles)
+            with torch.no_grad():
+                for handle in unit.handles:
+                    handle.set_data(handle.view.clone())  # memory of its own, as in a plain module
+        else:
+            guard.abandon(unit.handles)
+            for handle in unit.handles:
+                handle.set_data(handle.placeholder)
+        for buffer in unit.buffers:
+            buffer.drop()
+
+    def detach_optimizers(self) -> None:
+        """Give the optimizers their own classes back (the run is over for good)."""
+        for driver in self.drivers:
+            restore_class(driver)

@@ -1,0 +1,261 @@
+"""What a parameter does when it is used outside of a module call.
+
+[Note: parameter identity]
+The user's ``nn.Parameter`` objects stay in the module. While a module call uses a unit its parameters are plain ones; at
+all other times their ``__class__`` is a subclass with ``__torch_function__``, which
+
+- answers questions about shape, dtype, device, hooks and the like directly;
+- completes updates that are still on their way (replicated weights), or gathers the one parameter into memory of its own
+  (sharded weights, collective), before any other use. The gather is differentiable: its gradient goes to the parameter;
+- writes in-place changes back to the shards, at once for an operation and at the next boundary for an alias that was
+  handed out (``p.data``, ``p.detach()``, views);
+- serves ``p.grad`` from the sharded gradients, and takes changes of it;
+- is copied and pickled as a plain, full parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_zero.engine.buffer import ParamHandle
+from lightning_zero.errors import ShardedParameterError
+
+_METADATA_METHODS = frozenset(
+    "__hash__ __len__ dim ndimension numel nelement size element_size is_floating_point is_complex is_signed get_device"
+    " is_inference is_shared is_pinned is_conj is_neg requires_grad_ register_hook register_post_accumulate_grad_hook"
+    " retain_grad has_names _is_view data_ptr untyped_storage".split()
+)
+_STRIDE_METHODS = frozenset({"stride", "is_contiguous", "storage_offset"})
+
+
+class ParamAccess(Protocol):
+    """How the guard reaches the values behind parameters. Implemented by the engine."""
+
+    is_in_place: bool
+
+    def read(self, handle: ParamHandle) -> Tensor:
+        """The full value: the parameter's own memory if ``is_in_place``, else a copy (collective)."""
+
+    def write(self, handle: ParamHandle, value: Tensor) -> None:
+        """Set the parameter from a full value."""
+
+    def track(self, handle: ParamHandle, value: Tensor) -> None:
+        """``value`` has been handed out and may be changed by its holder."""
+
+    def gradient(self, handle: ParamHandle) -> Tensor | None:
+        """The reduced gradient, or None (collective)."""
+
+    def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None:
+        """Replace the gradient."""
+
+
+class _Gone:
+    """The access of parameters that were left sharded when their run ended."""
+
+    is_in_place = False
+
+    def read(self, handle: ParamHandle) -> Tensor:
+        raise ShardedParameterError(
+            f"Parameter '{handle.fqn}' was left sharded: the run that sharded it ended with `gather_after_fit=False` or by an"
+            " exception. Load its weights from a checkpoint, or keep `gather_after_fit=True`."
+        )
+
+    def write(self, handle: ParamHandle, value: Tensor) -> None:
+        if value.shape != handle.placeholder.shape:
+            raise ValueError(f"Parameter '{handle.fqn}' has shape {tuple(handle.placeholder.shape)}, got {tuple(value.shape)}.")
+        release([handle])
+        handle.set_data(value)
+
+    def track(self, handle: ParamHandle, value: Tensor) -> None: ...
+
+    def gradient(self, handle: ParamHandle) -> Tensor | None:
+        return None
+
+    def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None: ...
+
+
+# By identity of the parameter: it is alive, since its handle holds it. Nothing is stamped on the parameter itself.
+_guarded: dict[int, tuple[ParamHandle, ParamAccess]] = {}
+_guard_classes: dict[type, type] = {}
+
+
+def register(handle: ParamHandle, access: ParamAccess) -> None:
+    """Prepare a parameter for guarding."""
+    plain = handle.plain_class
+    if plain not in _guard_classes:
+        _guard_classes[plain] = type("ZeroParameter", (_Guarded, plain), {"__module__": __name__})
+    handle.guard_class = _guard_classes[plain]
+    _guarded[id(handle.param)] = (handle, access)
+
+
+def release(handles: list[ParamHandle]) -> None:
+    """Make parameters plain for good."""
+    for handle in handles:
+        handle.param.__class__ = handle.plain_class
+        _guarded.pop(id(handle.param), None)
+
+
+def abandon(handles: list[ParamHandle]) -> None:
+    """Leave parameters sharded for good: every use raises :class:`ShardedParameterError`."""
+    for handle in handles:
+        handle.param.__class__ = handle.guard_class
+        _guarded[id(handle.param)] = (handle, _Gone())
+
+
+def handle_of(param: nn.Parameter) -> tuple[ParamHandle, ParamAccess] | None:
+    """The handle of a parameter that is being sharded, whatever class it has at the moment."""
+    return _guarded.get(id(param))
+
+
+class _ReadParameter(torch.autograd.Function):
+    """A parameter's full value in memory of its own; the gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, handle: ParamHandle, access: ParamAccess) -> Tensor:
+        return access.read(handle)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None
+
+
+class _Guarded(nn.Parameter):
+    """Mixed into the class of a parameter. See [Note: parameter identity]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name in ("__get__", "__set__", "__delete__"):
+                return _attribute(func, name, args)
+            if name == "_has_compatible_shallow_copy_type":
+                return func(*args, **kwargs)
+            if isinstance(args[0] if args else None, _Guarded):
+                if name in ("to", "cpu", "cuda") and isinstance(_guarded[id(args[0])][1], _Gone):
+                    return args[0]  # the strategy's teardown moves the module to the CPU
+                if name in _STRIDE_METHODS:
+                    return func(_guarded[id(args[0])][0].view, *args[1:], **kwargs)
+                if name in _METADATA_METHODS:
+                    return func(*args, **kwargs)
+                if name in ("__repr__", "__format__") and not _guarded[id(args[0])][1].is_in_place:
+                    return _describe(args[0])
+            return _operate(func, name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copied = _plain_copy(self)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return _plain_copy(self).__reduce_ex__(proto)
+
+
+def _plain_copy(param: nn.Parameter) -> nn.Parameter:
+    handle, access = _guarded[id(param)]
+    with torch._C.DisableTorchFunctionSubclass():
+        value = access.read(handle)
+        copied = (value.clone() if access.is_in_place else value).as_subclass(handle.plain_class)
+        copied.requires_grad_(param.requires_grad)
+    return copied  # type: ignore[return-value]
+
+
+def _describe(param: nn.Parameter) -> str:
+    handle, _ = _guarded[id(param)]
+    return (
+        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype {param.dtype}, device {param.device};"
+        " print it inside `lightning_zero.full_params`)"
+    )
+
+
+def _attribute(func: Callable[..., Any], kind: str, args: tuple[Any, ...]) -> Any:
+    param, name = args[0], getattr(getattr(func, "__self__", None), "__name__", "")
+    handle, access = _guarded[id(param)]
+    if name in ("grad", "_grad"):
+        if kind == "__get__":
+            return access.gradient(handle)
+        access.set_gradient(handle, args[1] if kind == "__set__" else None)
+        return None
+    if name == "data":
+        if kind == "__set__" and args[1] is param:
+            return None
+        if kind == "__get__":
+            return _hand_out(handle, access)
+        if (args[1].shape, args[1].dtype) != (param.shape, param.dtype):
+            raise ValueError(
+                f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype {param.dtype}, got data of shape"
+                f" {tuple(args[1].shape)} and dtype {args[1].dtype}. A sharded parameter keeps both during a run."
+            )
+        access.write(handle, _unguarded(args[1]).detach())
+        return None
+    if name in ("T", "mT", "H", "mH", "real", "imag"):
+        return _operate(func, name, args, {})
+    return func(*args)
+
+
+def _unguarded(value: Tensor) -> Tensor:
+    entry = _guarded.get(id(value)) if isinstance(value, _Guarded) else None
+    return value if entry is None else entry[1].read(entry[0])
+
+
+def _hand_out(handle: ParamHandle, access: ParamAccess) -> Tensor:
+    value = access.read(handle)
+    if access.is_in_place:
+        return value.detach()
+    access.track(handle, value)
+    return value
+
+
+def _operate(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the full values and write back what it changed."""
+    used: dict[int, tuple[ParamHandle, ParamAccess, Tensor, int]] = {}
+    needs_grad = torch.is_grad_enabled() and name != "detach"
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, _Guarded):
+            return leaf
+        handle, access = _guarded[id(leaf)]
+        if access.is_in_place:
+            access.read(handle)  # waits for updates that are on their way
+            return leaf
+        if id(leaf) not in used:
+            value = _ReadParameter.apply(leaf, handle, access) if needs_grad and leaf.requires_grad else access.read(handle)
+            used[id(leaf)] = (handle, access, value, value._version)
+        return used[id(leaf)][2]
+
+    args, kwargs = pytree.tree_map(replace, (args, kwargs))
+    result = func(*args, **kwargs)
+    for handle, access, value, version in used.values():
+        result = _after(handle, access, value, version, result)
+    return result
+
+
+def _after(handle: ParamHandle, access: ParamAccess, value: Tensor, version: int, result: Any) -> Any:
+    if value._version != version:
+        if value.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"Parameter '{handle.fqn}' is a leaf that requires grad and can not be changed in place outside of torch.no_grad()."
+            )
+        access.write(handle, value.detach())
+    if result is value:
+        return handle.param
+    if not value.requires_grad and _aliases(result, value):
+        access.track(handle, value)
+    return result
+
+
+def _aliases(result: Any, value: Tensor) -> bool:
+    storage = value.untyped_storage()._cdata
+    return any(
+        isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.untyped_storage()._cdata == storage
+        for leaf in pytree.tree_leaves(result)
+    )

@@ -1,0 +1,86 @@
+"""Bytes of one rank by kind: what the layout forecasts, and what is really there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.placement import Placement
+from lightning_zero.engine.probe import state_bytes_per_element
+from lightning_zero.engine.weights import ShardedWeights
+
+
+class MemoryRow(NamedTuple):
+    """Bytes of one kind of state on this rank."""
+
+    kind: str
+    forecast_bytes: int
+    measured_bytes: int
+
+
+def memory_report(engine: ZeroEngine | None, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[MemoryRow]:
+    """The rows for a sharded module, or for a plain one (``engine`` None)."""
+    return _plain_report(module, optimizers) if engine is None else _sharded_report(engine)
+
+
+def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
+    trainable = [b for b in engine.buffers if any(h.param.requires_grad for h in b.handles)]
+    shard_bytes = {buffer: buffer.nbytes // engine.collectives.world_size for buffer in engine.buffers}
+    weights = engine.weights
+    is_sharded = isinstance(weights, ShardedWeights)
+    state = sum(
+        (segment.stop - segment.start) * state_bytes_per_element(driver.user, segment.buffer.dtype)
+        for driver in engine.drivers
+        for segment in driver.segments
+    )
+    kept = sum(b.nbytes for b in trainable) if engine.placements.grad is Placement.UNREDUCED else 0
+    largest = max((b.nbytes for b in trainable), default=0)
+    return [
+        MemoryRow(
+            "model weights",
+            sum(shard_bytes.values()) if is_sharded else sum(b.nbytes for b in engine.buffers),
+            sum(_bytes(b.full) * (not is_sharded) + _bytes(b.shard) * b.owns_shard for b in engine.buffers),
+        ),
+        MemoryRow("gradients", sum(shard_bytes[b] for b in trainable), engine.grads.shard_bytes()),
+        MemoryRow("master weights", 0, 0),
+        MemoryRow("optimizer state", state, sum(driver.state_bytes() for driver in engine.drivers)),
+        MemoryRow(
+            "gather window",
+            _window_forecast(weights) if is_sharded else 0,
+            weights.peak_bytes if is_sharded else 0,
+        ),
+        MemoryRow("gradient buckets", max(kept, 3 * largest), engine.grads.peak_bytes),
+    ]
+
+
+def _window_forecast(weights: ShardedWeights) -> int:
+    sizes = [unit.nbytes for unit in weights.units]
+    neighbours = max((a + b for a, b in pairwise(sizes)), default=max(sizes, default=0))
+    return max(neighbours, weights.window_bytes)
+
+
+def _plain_report(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[MemoryRow]:
+    params = list(module.parameters())
+    weights = sum(map(_bytes, params))
+    grads = sum(_bytes(p) for p in params if p.requires_grad)
+    stepped = [(o, p) for o in optimizers for group in o.param_groups for p in group["params"]]
+    state = sum(p.numel() * state_bytes_per_element(o, p.dtype) for o, p in stepped)
+    held = [v for o in optimizers for entries in o.state.values() for v in entries.values()]
+    return [
+        MemoryRow("model weights", weights, weights),
+        MemoryRow("gradients", grads, sum(_bytes(p.grad) for p in params if p.grad is not None)),
+        MemoryRow("master weights", 0, 0),
+        MemoryRow("optimizer state", state, sum(_bytes(v) for v in held if isinstance(v, Tensor))),
+        MemoryRow("gather window", 0, 0),
+        MemoryRow("gradient buckets", 0, 0),
+    ]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+

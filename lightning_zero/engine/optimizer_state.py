@@ -1,0 +1,142 @@
+"""Between the state of segments and the optimizer's ordinary, full state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.segments import is_per_element, own_slot_pieces, runs, same_value
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.optimizer import OptimizerDriver
+
+
+def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
+    """The full state in the format of ``Optimizer.state_dict``. Collective.
+
+    Args:
+        driver: the driver.
+        is_wanted: whether this rank keeps the result; others take part and return no tensors of parameters.
+    """
+    collectives = driver.engine.collectives
+    own: dict[tuple[int, int], dict[str, Any]] = {}
+    for segment in driver.segments:
+        for slot in segment.slots:
+            state = driver.inner.state.get(segment.param, {})
+            own[segment.buffer.index, slot] = {
+                key: value.dtype if is_per_element(value, segment) else _on_cpu(value)
+                for key, value in state.items()
+            }
+    described: dict[tuple[int, int], dict[str, Any]] = {}
+    for part in collectives.all_gather_object(own, "the optimizer state"):
+        described.update({key: value for key, value in part.items() if value})
+    full: dict[ParamHandle, dict[str, Any]] = {}
+    for buffer in {handle.buffer: None for handle in driver.handles}:
+        full.update(_gather_buffer(driver, buffer, described, is_wanted))
+    return _pack(driver, full)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _gather_buffer(
+    driver: OptimizerDriver, buffer: FlatBuffer, described: dict[tuple[int, int], dict[str, Any]], is_wanted: bool
+) -> dict[ParamHandle, dict[str, Any]]:
+    """The full state of the parameters of one buffer, one flat tensor per entry and dtype at a time."""
+    full: dict[ParamHandle, dict[str, Any]] = {}
+    flats: dict[tuple[str, torch.dtype], None] = {}
+    for handle in buffer.handles:
+        for key, value in described.get((buffer.index, handle.index), {}).items():
+            full.setdefault(handle, {})[key] = value  # a placeholder where it is a dtype: keeps the order of keys
+            if isinstance(value, torch.dtype):
+                flats[key, value] = None
+    for key, dtype in flats:
+        layout = buffer.layout
+        shard = torch.zeros(layout.shard_numel, dtype=dtype, device=buffer.device)
+        for segment in driver.segments:
+            value = driver.inner.state.get(segment.param, {}).get(key)
+            if segment.buffer is buffer and is_per_element(value, segment) and value.dtype == dtype:
+                shard[segment.start : segment.stop].copy_(value)
+        flat = torch.empty(layout.numel, dtype=dtype, device=buffer.device)
+        driver.engine.collectives.start_all_gather(flat, shard, f"'{key}' of {buffer.name}", buffer.index).wait()
+        for handle, entries in full.items():
+            if entries.get(key) is dtype:
+                view = handle.strided(flat, layout.slots[handle.index].offset)
+                entries[key] = view.clone() if is_wanted else None
+    return full
+
+
+def _pack(driver: OptimizerDriver, full: dict[ParamHandle, dict[str, Any]]) -> dict[str, Any]:
+    state: dict[int, Any] = {}
+    groups, index = [], 0
+    for group in driver.user.param_groups:
+        packed = {key: value for key, value in group.items() if key != "params"}
+        packed["params"] = list(range(index, index + len(group["params"])))
+        for param in group["params"]:
+            handle = driver.handle_of(param)
+            entries = full.get(handle, {}) if handle is not None else driver.inner.state.get(param, {})
+            if entries:
+                state[index] = dict(entries)
+            index += 1
+        groups.append(packed)
+    return {"state": state, "param_groups": groups}
+
+
+def import_state(driver: OptimizerDriver, state: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Give the segments their parts of full states; segments whose parameters differ in scalar entries are cut."""
+    by_handle: dict[ParamHandle, dict[str, Any]] = {}
+    for param, entries in state.items():
+        handle = driver.handle_of(param)
+        if handle is None:
+            driver.inner.state[param] = entries
+        else:
+            by_handle[handle] = entries
+    for segment in list(driver.segments):
+        kinds: list[dict[str, Any]] = []
+        key = {slot: _kind(segment.buffer.handles[slot], by_handle, kinds) for slot in segment.slots}
+        parts = runs(segment.slots, key)
+        for part in driver.split(segment, parts) if len(parts) > 1 else [segment]:
+            entries = by_handle.get(part.buffer.handles[part.slots[0]])
+            if entries:
+                driver.inner.state[part.param] = {
+                    name: _local(name, value, part, by_handle) for name, value in entries.items()
+                }
+
+
+def _kind(handle: ParamHandle, by_handle: dict[ParamHandle, dict[str, Any]], kinds: list[dict[str, Any]]) -> int:
+    """Parameters of the same kind have the same entries and agree in those that are not per element."""
+    entries = by_handle.get(handle, {})
+    shape = handle.placeholder.shape
+    kind = {k: v.dtype if _is_full(k, v, shape) else v for k, v in entries.items()}
+    for number, other in enumerate(kinds):
+        if kind.keys() == other.keys() and all(same_value(kind[k], other[k]) for k in kind):
+            return number
+    kinds.append(kind)
+    return len(kinds) - 1
+
+
+def _is_full(key: str, value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
+
+
+def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[str, Any]]) -> Any:
+    """One entry of the state of a segment."""
+    buffer: FlatBuffer = part.buffer
+    handles = [buffer.handles[slot] for slot in part.slots]
+    if not _is_full(name, value, handles[0].placeholder.shape):
+        return value.detach().clone() if isinstance(value, Tensor) else value
+    dtype = buffer.dtype if value.is_floating_point() else value.dtype
+    local = torch.zeros(part.stop - part.start, dtype=dtype, device=buffer.device)
+    pieces = own_slot_pieces(buffer)
+    for handle in handles:
+        start, stop = pieces[handle.index]
+        piece = buffer.layout.piece(handle.index, buffer.rank)
+        offset = buffer.layout.slots[handle.index].offset
+        flat = buffer.flatten(handle, by_handle[handle][name].detach())
+        local[start - part.start : stop - part.start].copy_(flat[piece.start - offset : piece.stop - offset])
+    return local
+

@@ -1,0 +1,377 @@
+"""``ZeroStrategy``: Lightning's hooks, translated into calls of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero import allocator
+from lightning_zero.comm.collectives import Collectives, SingleRank
+from lightning_zero.comm.groups import collectives_for, default_store
+from lightning_zero.comm.watch import open_sockets
+from lightning_zero.config import MEBIBYTE, ZeroConfig
+from lightning_zero.engine.engine import ZeroEngine, engine_of
+from lightning_zero.engine.memory import MemoryRow, memory_report
+from lightning_zero.engine.optimizer import driver_of, parameters_of
+from lightning_zero.engine.optimizer_state import export_state
+from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.probe import check_element_wise
+from lightning_zero.precision import adapt_precision
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.strategies.registry import _StrategyRegistry
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.accelerators import Accelerator
+
+_DEVICE_TYPES = ("cpu", "cuda")
+_VARIANTS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+class ZeroStrategy(DDPStrategy):
+    """Trains with ZeRO stage 1, 2 or 3: the numbers of DDP, with state sharded over the ranks.
+
+    The module is never wrapped. On one device there is nothing to shard, and training is plain.
+
+    Args:
+        stage: 1 shards optimizer state, 2 also gradients, 3 also model weights.
+        bucket_bytes: modules smaller than this are gathered and reduced together with their neighbours.
+        window_bytes: upper bound for weights gathered at the same time under stage 3; the module in use and the next one
+            are always allowed. None: twice the median unit.
+        broadcast_buffers: send rank 0's module buffers to all ranks when DDP does.
+        gather_after_fit: give the module its full weights back when a run ends. False leaves placeholders that say so,
+            for models that would not fit.
+        unit_classes: module classes to gather as one unit each, whatever their size.
+        stall_timeout: how long all ranks may wait for different operations before they stop with an error.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
+            start_method: as for Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: if an option has a value that is not allowed.
+    """
+
+    def __init__(  # noqa: PLR0913  (Lightning fixes half of it, and hides nothing behind **kwargs)
+        self,
+        stage: Literal[1, 2, 3] = 3,
+        *,
+        bucket_bytes: int = MEBIBYTE,
+        window_bytes: int | None = None,
+        broadcast_buffers: bool = True,
+        gather_after_fit: bool = True,
+        unit_classes: tuple[type[nn.Module], ...] | list[type[nn.Module]] = (),
+        stall_timeout: timedelta = timedelta(seconds=20),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.config = ZeroConfig(
+            stage=stage,
+            bucket_bytes=bucket_bytes,
+            window_bytes=window_bytes,
+            broadcast_buffers=broadcast_buffers,
+            gather_after_fit=gather_after_fit,
+            unit_classes=tuple(unit_classes),
+            stall_timeout=stall_timeout,
+        )
+        self.engine: ZeroEngine | None = None
+        self._collectives: Collectives = SingleRank()
+        self._held = contextlib.ExitStack()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register zero1, zero2, zero3 and their ``_spawn``, ``_fork`` and ``_notebook`` variants."""
+        for stage in (1, 2, 3):
+            for suffix, start_method in _VARIANTS.items():
+                name = f"zero{stage}{suffix}"
+                if name not in strategy_registry:
+                    strategy_registry.register(
+                        name,
+                        cls,
+                        description=f"ZeRO stage {stage}, started by '{start_method}'",
+                        stage=stage,
+                        start_method=start_method,
+                    )
+
+    # -- set-up -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        """The precision plugin, adapted to sharded gradients."""
+        return self._precision_plugin if self._precision_plugin is not None else adapt_precision(Precision())
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else adapt_precision(precision_plugin)
+
+    @override
+    def setup_environment(self) -> None:
+        """Join the process group and create the groups of the engine. Collective."""
+        if self.root_device.type not in _DEVICE_TYPES:
+            raise MisconfigurationException(
+                f"ZeroStrategy runs on {' and '.join(_DEVICE_TYPES)} devices, got {self.root_device}. Pass"
+                " Trainer(accelerator='cpu') or accelerator='cuda'."
+            )
+        before = open_sockets()
+        super().setup_environment()
+        joined = open_sockets() - before
+        self._collectives = collectives_for(self.root_device, self.config.stall_timeout, joined)
+        if self._collectives.watch is not None:
+            self._collectives.watch.start(default_store())
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module and its optimizers. Collective."""
+        assert self.accelerator is not None and self.model is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._layer_sync:
+            self._check_layer_sync()
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if is_fitting:
+            self.setup_optimizers(trainer)
+            _optimizers_to_device(self.optimizers, self.root_device)
+        is_sharded = placements_of(self.config.stage, self.world_size).weight is Placement.SHARDED
+        if self.world_size > 1 and (is_fitting or is_sharded):
+            self._shard(self.optimizers if is_fitting else [])
+        else:
+            _sync_module_states(self.lightning_module)
+        self.setup_precision_plugin()
+
+    def _shard(self, optimizers: list[Optimizer]) -> None:
+        assert self.lightning_module is not None
+        own = set(self.lightning_module.parameters())
+        driven = [optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))]
+        for optimizer in driven:
+            check_element_wise(optimizer)
+        if self.root_device.type == "cpu":
+            allocator.retain_freed_memory()
+        self.engine = ZeroEngine(self.lightning_module, driven, self.config, self._collectives)
+        # Lightning's wrappers are built from the optimizers' classes, which have just changed
+        if optimizers:
+            self.optimizers = optimizers
+
+    def _check_layer_sync(self) -> None:
+        if self.root_device.type == "cpu":
+            raise MisconfigurationException(
+                "`sync_batchnorm=True` needs GPUs: torch.nn.SyncBatchNorm does not run on CPU. Pass sync_batchnorm=False."
+            )
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step`` on sharded weights."""
+        with self._step(is_training=True):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``validation_step`` on sharded weights."""
+        with self._step(is_training=False):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``test_step`` on sharded weights."""
+        with self._step(is_training=False):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``predict_step`` on sharded weights."""
+        with self._step(is_training=False):
+            return super().predict_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _step(self, *, is_training: bool) -> Iterator[None]:
+        if self.engine is None:
+            yield
+            return
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self.engine.sync_buffers_if_due()
+        with self.engine.step_scope(is_training=is_training):
+            yield
+        self.engine.note_forward(
+            synchronizes=is_training
+            and self.lightning_module.automatic_optimization
+            and not self.engine.grads.is_blocked
+        )
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward and reduce the gradients as they arrive. Collective."""
+        if self.engine is not None:
+            self.engine.begin_backward()
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Reduce what the backward has left. Collective."""
+        if self.engine is not None:
+            self.engine.end_backward()
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """An accumulation window: stage 1 keeps gradients unreduced inside."""
+        if self.engine is None:
+            yield
+            return
+        self.engine.grads.is_blocked = True
+        try:
+            yield
+        finally:
+            self.engine.grads.is_blocked = False
+
+    # -- evaluation with different numbers of batches -----------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        """Keep weights gathered if the ranks validate on different numbers of batches."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._hold_if_uneven(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @override
+    def on_test_start(self) -> None:
+        """Keep weights gathered if the ranks test on different numbers of batches."""
+        assert self.lightning_module is not None
+        self._hold_if_uneven(self.lightning_module.trainer.num_test_batches)
+
+    @override
+    def on_predict_start(self) -> None:
+        """Keep weights gathered if the ranks predict on different numbers of batches."""
+        assert self.lightning_module is not None
+        self._hold_if_uneven(self.lightning_module.trainer.num_predict_batches)
+
+    def _hold_if_uneven(self, num_batches: Any) -> None:
+        engine = self.engine
+        if engine is None or not engine.weights.has_storage_of_its_own:
+            return
+        everyones = engine.collectives.all_gather_object(num_batches, "the number of batches")
+        if any(numbers != num_batches for numbers in everyones):
+            self._held.enter_context(engine.full_params(engine.module, write=False))
+
+    @override
+    def on_validation_end(self) -> None:
+        """Release held weights."""
+        self._held.close()
+
+    @override
+    def on_test_end(self) -> None:
+        """Release held weights."""
+        self._held.close()
+
+    @override
+    def on_predict_end(self) -> None:
+        """Release held weights."""
+        self._held.close()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer, with its tensors on rank 0 only. Collective."""
+        driver = driver_of(optimizer)
+        if driver is None:
+            return super().optimizer_state(optimizer)
+        return export_state(driver, is_wanted=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load full weights, whether the module is sharded at the moment or not. Collective if it is."""
+        if self.engine is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        with self.engine.full_params(self.engine.module, write=True):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def memory_report(self) -> list[MemoryRow]:
+        """Bytes of this rank by kind, forecast and measured. Call it during ``fit``, e.g. in ``on_train_end``."""
+        assert self.lightning_module is not None
+        return memory_report(self.engine, self.lightning_module, self.optimizers)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks."""
+        if self._collectives.watch is not None:
+            self._collectives.watch.report_failure(exception)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Give the module its full weights back and free everything else. Collective unless the run was interrupted."""
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
+                self._held.close()
+                engine.close(gather=self.config.gather_after_fit and not self._is_interrupted())
+        finally:
+            if self._collectives.watch is not None:
+                self._collectives.watch.stop()
+            if engine is not None and self.root_device.type == "cpu":
+                allocator.release_freed_memory()
+            super().teardown()
+
+    def _is_interrupted(self) -> bool:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "engine": None, "_collectives": SingleRank(), "_held": contextlib.ExitStack()}
+
+
+def full_params(module: nn.Module, write: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Make the parameters of ``module`` plain, full tensors inside the context.
+
+    Collective under stage 3: every rank enters and leaves it, in the same order. Inside, the module can be called any
+    number of times, different on each rank, without communication (generation, evaluation of uneven data).
+
+    Args:
+        module: the LightningModule or any part of it.
+        write: keep what is written to the parameters. Every rank has to write the same.
+
+    Raises:
+        RuntimeError: on exit, if a parameter was changed and ``write`` is False.
+    """
+    engine = engine_of(module)
+    return contextlib.nullcontext() if engine is None else engine.full_params(module, write=write)
+
