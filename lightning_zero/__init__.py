@@ -9,7 +9,12 @@ Importing the package registers the strategy names ``zero1``, ``zero2`` and ``ze
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.engine.memory import MemoryRow
-from lightning_zero.errors import PeerFailedError, RankMismatchError, ShardedParameterError, ZeroError
+from lightning_zero.errors import (
+    PeerFailedError,
+    RankMismatchError,
+    ShardedParameterError,
+    ZeroError,
+)
 from lightning_zero.strategy import ZeroStrategy, full_params
 
 __version__ = "0.1.0"

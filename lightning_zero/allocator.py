@@ -1,8 +1,10 @@
 """Keeps freed memory mapped on CPU, so that buffers that come and go cost no page faults.
 
-glibc returns large blocks to the kernel as soon as they are freed, and the next block of the same size is then faulted
-in and zeroed page by page: several times slower than writing to memory that is already there. Gathered weights and
-gradient buckets come and go all the time, so the thresholds are raised while a sharded run is active.
+glibc returns large blocks to the kernel as soon as they are freed, and the next block of the same
+size is then faulted
+in and zeroed page by page: several times slower than writing to memory that is already there.
+Gathered weights and gradient buckets come and go all the time, so the thresholds are raised while a
+sharded run is active.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def retain_freed_memory() -> bool:
-    """Make malloc keep freed blocks for reuse. Returns False where it is not glibc's malloc (nothing changes)."""
+    """Make malloc keep freed blocks for reuse.
+
+    Returns False where it is not glibc's malloc (nothing changes).
+    """
     libc = _glibc()
     if libc is None:
         return False

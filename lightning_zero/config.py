@@ -16,17 +16,24 @@ class ZeroConfig:
     """ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also model weights."""
 
     bucket_bytes: int = MEBIBYTE
-    """Modules smaller than this are gathered and reduced together with their neighbours, in bytes of weights."""
+    """Modules smaller than this are gathered and reduced together with their neighbours, in bytes
+    of weights.
+    """
 
     window_bytes: int | None = None
-    """Upper bound for weights gathered at the same time under stage 3, in bytes. The unit in use and the next one are
-    always allowed. None: twice the median unit."""
+    """Upper bound for weights gathered at the same time under stage 3, in bytes. The unit in use
+    and the next one are
+    always allowed. None: twice the median unit.
+    """
 
     broadcast_buffers: bool = True
     """Send rank 0's buffers to all ranks before a training forward, as DDP does by default."""
 
     gather_after_fit: bool = True
-    """Give the module its full weights back when a run ends. False leaves placeholders that say so."""
+    """Give the module its full weights back when a run ends.
+
+    False leaves placeholders that say so.
+    """
 
     unit_classes: tuple[type, ...] = ()
     """Modules of these classes are gathered as one unit each, whatever their size."""
@@ -40,7 +47,9 @@ class ZeroConfig:
         if self.bucket_bytes < 1:
             raise ValueError(f"`bucket_bytes` must be at least 1, got {self.bucket_bytes!r}.")
         if self.window_bytes is not None and self.window_bytes < 0:
-            raise ValueError(f"`window_bytes` must be None or at least 0, got {self.window_bytes!r}.")
+            raise ValueError(
+                f"`window_bytes` must be None or at least 0, got {self.window_bytes!r}."
+            )
         if self.stall_timeout <= timedelta(0):
             raise ValueError(f"`stall_timeout` must be positive, got {self.stall_timeout!r}.")
         for cls in self.unit_classes:

@@ -8,7 +8,9 @@ class ZeroError(RuntimeError):
 
 
 class RankMismatchError(ZeroError):
-    """Ranks wait for different operations, so none of them can ever finish; the message names who waits where."""
+    """Ranks wait for different operations, so none of them can ever finish; the message names who
+    waits where.
+    """
 
 
 class PeerFailedError(ZeroError):
@@ -16,4 +18,6 @@ class PeerFailedError(ZeroError):
 
 
 class ShardedParameterError(ZeroError):
-    """A parameter was used whose full value is not available any more; the message names it and the way out."""
+    """A parameter was used whose full value is not available any more; the message names it and the
+    way out.
+    """

@@ -9,8 +9,8 @@ class Pending:
     """An asynchronous action that has been started.
 
     Args:
-        finish: called by the first :meth:`wait`; it blocks (CPU) or orders the current stream after the action (CUDA).
-            ``None`` means that there is nothing to wait for.
+        finish: called by the first :meth:`wait`; it blocks (CPU) or orders the current stream after
+            the action (CUDA). ``None`` means that there is nothing to wait for.
     """
 
     __slots__ = ("_finish",)
@@ -24,7 +24,10 @@ class Pending:
         return self._finish is None
 
     def wait(self) -> None:
-        """Order the caller after the action. Calling it again is free. Raises what the action raised."""
+        """Order the caller after the action.
+
+        Calling it again is free. Raises what the action raised.
+        """
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

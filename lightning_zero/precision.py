@@ -1,22 +1,29 @@
 """The precision plugin: Lightning's own, with clipping that knows of sharded gradients.
 
-Lightning chooses the plugin by the type of its own strategies, so ours gets a generic one and turns it into a subclass of
-the same name (checkpoints store the plugin's state under that name).
+Lightning chooses the plugin by the type of its own strategies, so ours gets a generic one and turns
+it into a subclass of the same name (checkpoints store the plugin's state under that name).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine.optimizer import driver_of
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.engine import ZeroEngine
+    from lightning.fabric.utilities.types import Steppable
+    from lightning.pytorch import LightningModule
 
 _SUPPORTED = (Precision, HalfPrecision, MixedPrecision, DoublePrecision)
 _classes: dict[type, type] = {}
@@ -24,6 +31,27 @@ _classes: dict[type, type] = {}
 
 class ZeroPrecision(Precision):
     """Mixed into Lightning's precision plugins by :func:`adapt_precision`."""
+
+    @override
+    def backward(  # type: ignore[override]  # as Lightning's own plugins
+        self,
+        tensor: Tensor,
+        model: LightningModule,
+        optimizer: Steppable | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run the module's backward and finish it for the engine, before anybody looks at
+        gradients.
+
+        Collective.
+        """
+        engine = model.trainer.strategy.engine  # type: ignore[attr-defined]
+        if engine is not None:
+            engine.begin_backward()
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+        if engine is not None:
+            engine.end_backward()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -48,18 +76,21 @@ def adapt_precision(plugin: Precision) -> Precision:
     """Turn one of Lightning's precision plugins into ours, in place.
 
     Raises:
-        MisconfigurationException: for plugins whose arithmetic is not known to work on sharded parameters.
+        MisconfigurationException: for plugins whose arithmetic is not known to work on sharded
+            parameters.
     """
     plain = type(plugin)
     if isinstance(plugin, ZeroPrecision):
         return plugin
     if getattr(plugin, "scaler", None) is not None:
         raise MisconfigurationException(
-            "`precision='16-mixed'` (loss scaling) is not supported by ZeroStrategy yet. Use 'bf16-mixed' or '32-true'."
+            "`precision='16-mixed'` (loss scaling) is not supported by ZeroStrategy yet. Use"
+            " 'bf16-mixed' or '32-true'."
         )
     if plain not in _SUPPORTED:
         raise MisconfigurationException(
-            f"The precision plugin {plain.__name__} is not supported by ZeroStrategy. Supported are the plugins behind"
+            f"The precision plugin {plain.__name__} is not supported by ZeroStrategy. Supported"
+            f" are the plugins behind"
             " '32-true', 'bf16-mixed', 'bf16-true', '16-true' and '64-true'."
         )
     if plain not in _classes:

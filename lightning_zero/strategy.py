@@ -8,14 +8,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -49,15 +49,18 @@ class ZeroStrategy(DDPStrategy):
 
     Args:
         stage: 1 shards optimizer state, 2 also gradients, 3 also model weights.
-        bucket_bytes: modules smaller than this are gathered and reduced together with their neighbours.
-        window_bytes: upper bound for weights gathered at the same time under stage 3; the module in use and the next one
-            are always allowed. None: twice the median unit.
+        bucket_bytes: modules smaller than this are gathered and reduced together with their
+            neighbours.
+        window_bytes: upper bound for weights gathered at the same time under stage 3; the module in
+            use and the next one are always allowed. None: twice the median unit.
         broadcast_buffers: send rank 0's module buffers to all ranks when DDP does.
-        gather_after_fit: give the module its full weights back when a run ends. False leaves placeholders that say so,
-            for models that would not fit.
+        gather_after_fit: give the module its full weights back when a run ends. False leaves
+            placeholders that say so, for models that would not fit.
         unit_classes: module classes to gather as one unit each, whatever their size.
-        stall_timeout: how long all ranks may wait for different operations before they stop with an error.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
+        stall_timeout: how long all ranks may wait for different operations before they stop with an
+            error.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+        process_group_backend, timeout,
             start_method: as for Lightning's ``DDPStrategy``.
 
     Raises:
@@ -109,7 +112,7 @@ class ZeroStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register zero1, zero2, zero3 and their ``_spawn``, ``_fork`` and ``_notebook`` variants."""
+        """Register zero1, zero2, zero3, each with ``_spawn``, ``_fork`` and ``_notebook``."""
         for stage in (1, 2, 3):
             for suffix, start_method in _VARIANTS.items():
                 name = f"zero{stage}{suffix}"
@@ -122,24 +125,32 @@ class ZeroStrategy(DDPStrategy):
                         start_method=start_method,
                     )
 
-    # -- set-up -------------------------------------------------------------------------------------------------
+    # -- set-up ------------------------------------------------------------------------------------
+    # -------------
 
     @property
     @override
     def precision_plugin(self) -> Precision:
         """The precision plugin, adapted to sharded gradients."""
-        return self._precision_plugin if self._precision_plugin is not None else adapt_precision(Precision())
+        return (
+            self._precision_plugin
+            if self._precision_plugin is not None
+            else adapt_precision(Precision())
+        )
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else adapt_precision(precision_plugin)
+        self._precision_plugin = (
+            None if precision_plugin is None else adapt_precision(precision_plugin)
+        )
 
     @override
     def setup_environment(self) -> None:
         """Join the process group and create the groups of the engine. Collective."""
         if self.root_device.type not in _DEVICE_TYPES:
             raise MisconfigurationException(
-                f"ZeroStrategy runs on {' and '.join(_DEVICE_TYPES)} devices, got {self.root_device}. Pass"
+                f"ZeroStrategy runs on {' and '.join(_DEVICE_TYPES)} devices, got"
+                f" {self.root_device}. Pass"
                 " Trainer(accelerator='cpu') or accelerator='cuda'."
             )
         before = open_sockets()
@@ -152,7 +163,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Shard the module and its optimizers. Collective."""
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -174,7 +186,9 @@ class ZeroStrategy(DDPStrategy):
     def _shard(self, optimizers: list[Optimizer]) -> None:
         assert self.lightning_module is not None
         own = set(self.lightning_module.parameters())
-        driven = [optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))]
+        driven = [
+            optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))
+        ]
         for optimizer in driven:
             check_element_wise(optimizer)
         if self.root_device.type == "cpu":
@@ -187,10 +201,12 @@ class ZeroStrategy(DDPStrategy):
     def _check_layer_sync(self) -> None:
         if self.root_device.type == "cpu":
             raise MisconfigurationException(
-                "`sync_batchnorm=True` needs GPUs: torch.nn.SyncBatchNorm does not run on CPU. Pass sync_batchnorm=False."
+                "`sync_batchnorm=True` needs GPUs: torch.nn.SyncBatchNorm does not run on CPU."
+                " Pass sync_batchnorm=False."
             )
 
-    # -- steps --------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
+    # -------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,19 +248,6 @@ class ZeroStrategy(DDPStrategy):
             and not self.engine.grads.is_blocked
         )
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward and reduce the gradients as they arrive. Collective."""
-        if self.engine is not None:
-            self.engine.begin_backward()
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Reduce what the backward has left. Collective."""
-        if self.engine is not None:
-            self.engine.end_backward()
-
     @contextlib.contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
@@ -258,14 +261,17 @@ class ZeroStrategy(DDPStrategy):
         finally:
             self.engine.grads.is_blocked = False
 
-    # -- evaluation with different numbers of batches -----------------------------------------------------------
+    # -- evaluation with different numbers of batches
+    # -----------------------------------------------------------
 
     @override
     def on_validation_start(self) -> None:
         """Keep weights gathered if the ranks validate on different numbers of batches."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._hold_if_uneven(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+        self._hold_if_uneven(
+            trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        )
 
     @override
     def on_test_start(self) -> None:
@@ -302,7 +308,8 @@ class ZeroStrategy(DDPStrategy):
         """Release held weights."""
         self._held.close()
 
-    # -- state --------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
+    # -------------
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -314,7 +321,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full weights, whether the module is sharded at the moment or not. Collective if it is."""
+        """Load full weights, whether the module is sharded at the moment or not.
+
+        Collective if it is.
+        """
         if self.engine is None:
             super().load_model_state_dict(checkpoint, strict=strict)
             return
@@ -322,11 +332,15 @@ class ZeroStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def memory_report(self) -> list[MemoryRow]:
-        """Bytes of this rank by kind, forecast and measured. Call it during ``fit``, e.g. in ``on_train_end``."""
+        """Bytes of this rank by kind, forecast and measured.
+
+        Call it during ``fit``, e.g. in ``on_train_end``.
+        """
         assert self.lightning_module is not None
         return memory_report(self.engine, self.lightning_module, self.optimizers)
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
+    # -------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -337,7 +351,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Give the module its full weights back and free everything else. Collective unless the run was interrupted."""
+        """Give the module its full weights back and free everything else.
+
+        Collective unless the run was interrupted.
+        """
         engine, self.engine = self.engine, None
         try:
             if engine is not None:
@@ -356,14 +373,21 @@ class ZeroStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "engine": None, "_collectives": SingleRank(), "_held": contextlib.ExitStack()}
+        return {
+            **state,
+            "engine": None,
+            "_collectives": SingleRank(),
+            "_held": contextlib.ExitStack(),
+        }
 
 
 def full_params(module: nn.Module, write: bool = False) -> contextlib.AbstractContextManager[None]:
     """Make the parameters of ``module`` plain, full tensors inside the context.
 
-    Collective under stage 3: every rank enters and leaves it, in the same order. Inside, the module can be called any
-    number of times, different on each rank, without communication (generation, evaluation of uneven data).
+    Collective under stage 3: every rank enters and leaves it, in the same order. Inside, the module
+        can be called any
+    number of times, different on each rank, without communication (generation, evaluation of uneven
+    data).
 
     Args:
         module: the LightningModule or any part of it.
@@ -374,4 +398,3 @@ def full_params(module: nn.Module, write: bool = False) -> contextlib.AbstractCo
     """
     engine = engine_of(module)
     return contextlib.nullcontext() if engine is None else engine.full_params(module, write=write)
-

@@ -1,7 +1,9 @@
-"""What the engine asks of a group of ranks, and how NCCL and a single rank do it. gloo has its own exchange (gloo.py).
+"""What the engine asks of a group of ranks, and how NCCL and a single rank do it. gloo has its own
+exchange (gloo.py).
 
-Every method is collective: all ranks call it, in the same order, with the same shapes. ``label`` names the operation in
-error messages; ``tag`` tells operations of different buffers apart, so that ranks which disagree never swap data.
+Every method is collective: all ranks call it, in the same order, with the same shapes. ``label``
+names the operation in error messages; ``tag`` tells operations of different buffers apart, so that
+ranks which disagree never swap data.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def start_all_gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
-        """Fill ``flat`` (world_size * n elements) with the shards (n elements) of all ranks, in rank order.
+        """Fill ``flat`` (world_size * n elements) with the shards (n elements) of all ranks, in
+        rank order.
 
         ``shard`` may be this rank's slice of ``flat``. It must not change before the wait.
         """
@@ -68,11 +71,14 @@ class Collectives(abc.ABC):
     def start_reduce_scatter(self, flat: Tensor, out: Tensor, label: str, tag: int) -> Pending:
         """Sum ``flat`` over the ranks and put this rank's slice of the sum into ``out``.
 
-        ``out`` may be this rank's slice of ``flat``. ``flat`` must not change before the wait and is undefined after it.
+        ``out`` may be this rank's slice of ``flat``. ``flat`` must not change before the wait and
+        is undefined after it.
         """
 
     @abc.abstractmethod
-    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+    def start_gather_ranges(
+        self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int
+    ) -> Pending:
         """Send each range of the 1-D tensor ``out`` from its owner to all ranks, in place."""
 
     @abc.abstractmethod
@@ -106,7 +112,9 @@ class SingleRank(Collectives):
             out.copy_(flat)
         return Pending()
 
-    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+    def start_gather_ranges(
+        self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int
+    ) -> Pending:
         """See the base class."""
         return Pending()
 
@@ -131,7 +139,12 @@ class GroupCollectives(Collectives):
         self._watch = watch
 
     def _pending(
-        self, works: list[Any], label: str, then: Callable[[], None] | None = None, *, is_read: bool = False
+        self,
+        works: list[Any],
+        label: str,
+        then: Callable[[], None] | None = None,
+        *,
+        is_read: bool = False,
     ) -> Pending:
         def finish() -> None:
             with self._watch.waiting(label, is_read=is_read):
@@ -146,14 +159,18 @@ class GroupCollectives(Collectives):
         """See the base class."""
         self.counters.all_reduces += 1
         self.counters.sent_bytes += 2 * nbytes(tensor) * (self.world_size - 1) // self.world_size
-        return self._pending([dist.all_reduce(tensor, op=op, group=self._group, async_op=True)], label)
+        return self._pending(
+            [dist.all_reduce(tensor, op=op, group=self._group, async_op=True)], label
+        )
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """See the base class."""
         self.counters.broadcasts += 1
         self.counters.sent_bytes += nbytes(tensor) if self.rank == 0 else 0
         raw = tensor.view(-1).view(torch.uint8)
-        self._pending([dist.broadcast(raw, group_src=0, group=self._group, async_op=True)], label).wait()
+        self._pending(
+            [dist.broadcast(raw, group_src=0, group=self._group, async_op=True)], label
+        ).wait()
 
     def all_gather_object(self, value: Any, label: str) -> list[Any]:
         """See the base class."""
@@ -166,11 +183,14 @@ class GroupCollectives(Collectives):
 class NativeCollectives(GroupCollectives):
     """The backend's own collectives (NCCL), which run on streams of their own.
 
-    Gathers and reductions use different groups, hence different streams, so that they do not queue behind each other.
-    ``wait`` orders the current stream after the collective and does not block the host.
+    Gathers and reductions use different groups, hence different streams, so that they do not queue
+    behind each other. ``wait`` orders the current stream after the collective and does not block
+    the host.
     """
 
-    def __init__(self, gather_group: dist.ProcessGroup, reduce_group: dist.ProcessGroup, watch: StallWatch) -> None:
+    def __init__(
+        self, gather_group: dist.ProcessGroup, reduce_group: dist.ProcessGroup, watch: StallWatch
+    ) -> None:
         super().__init__(reduce_group, watch)
         self._gather_group = gather_group
 
@@ -178,7 +198,10 @@ class NativeCollectives(GroupCollectives):
         """See the base class."""
         self.counters.all_gathers += 1
         self.counters.sent_bytes += nbytes(shard) * (self.world_size - 1)
-        out, own = flat.view(torch.uint8), shard.view(torch.uint8)  # any dtype, the backend need not know it
+        out, own = (
+            flat.view(torch.uint8),
+            shard.view(torch.uint8),
+        )  # any dtype, the backend need not know it
         return self._pending(
             [dist.all_gather_into_tensor(out, own, group=self._gather_group, async_op=True)], label
         )
@@ -192,12 +215,16 @@ class NativeCollectives(GroupCollectives):
             [dist.reduce_scatter_tensor(target, source, group=self._group, async_op=True)], label
         )
 
-    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+    def start_gather_ranges(
+        self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int
+    ) -> Pending:
         """See the base class."""
         self.counters.all_gathers += 1
         works = []
         for owned in ranges:
             raw = out[owned.start : owned.stop].view(torch.uint8)
             self.counters.sent_bytes += nbytes(raw) if owned.rank == self.rank else 0
-            works.append(dist.broadcast(raw, group_src=owned.rank, group=self._gather_group, async_op=True))
+            works.append(
+                dist.broadcast(raw, group_src=owned.rank, group=self._gather_group, async_op=True)
+            )
         return self._pending(works, label, is_read=True)

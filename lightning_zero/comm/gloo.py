@@ -1,8 +1,9 @@
 """The exchange for gloo: point-to-point messages straight into place, sums in rank order.
 
-gloo's own reduce-scatter is an all-reduce (twice the bytes) and its all-gather is slow. Here each rank sends every other
-rank just the part that this one needs, so a reduce-scatter or an all-gather of n bytes moves n (N-1)/N bytes per rank,
-which is the least possible. The sum runs in rank order whatever arrives first, so results do not depend on timing.
+gloo's own reduce-scatter is an all-reduce (twice the bytes) and its all-gather is slow. Here each
+rank sends every other rank just the part that this one needs, so a reduce-scatter or an all-gather
+of n bytes moves n (N-1)/N bytes per rank, which is the least possible. The sum runs in rank order
+whatever arrives first, so results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ _GATHER, _REDUCE, _RANGES = range(3)
 
 
 def sum_in_rank_order(parts: list[Tensor], own_rank: int, out: Tensor) -> None:
-    """``out = parts[0] + parts[1] + ...`` in that order; all parts but the own one may be overwritten."""
+    """``out = parts[0] + parts[1] + ...`` in that order; all parts but the own one may be
+    overwritten.
+    """
     total = parts[0]
     for rank, part in enumerate(parts[1:], start=1):
-        # the own part may be needed later and belongs to the caller; a received one may hold the running sum
+        # the own part may be needed later and belongs to the caller; a received one may hold the
+        # running sum
         target = out if rank == len(parts) - 1 or total is parts[own_rank] else total
         total = torch.add(total, part, out=target)
 
@@ -51,7 +55,9 @@ class GlooExchange(GroupCollectives):
         parts = list(flat.view(self.world_size, -1).unbind(0))
         received = {rank: torch.empty_like(out) for rank in self._peers()}
         works = self._exchange(
-            [(rank, parts[rank]) for rank in self._peers()], list(received.items()), tag * _KINDS + _REDUCE
+            [(rank, parts[rank]) for rank in self._peers()],
+            list(received.items()),
+            tag * _KINDS + _REDUCE,
         )
 
         def add_up() -> None:
@@ -60,7 +66,9 @@ class GlooExchange(GroupCollectives):
 
         return self._pending(works, label, add_up)
 
-    def start_gather_ranges(self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int) -> Pending:
+    def start_gather_ranges(
+        self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int
+    ) -> Pending:
         """See the base class."""
         self.counters.all_gathers += 1
         sends, receives = [], []
@@ -70,13 +78,17 @@ class GlooExchange(GroupCollectives):
                 sends += [(rank, part) for rank in self._peers()]
             else:
                 receives.append((owned.rank, part))
-        return self._pending(self._exchange(sends, receives, tag * _KINDS + _RANGES), label, is_read=True)
+        return self._pending(
+            self._exchange(sends, receives, tag * _KINDS + _RANGES), label, is_read=True
+        )
 
     def _peers(self) -> list[int]:
         # start with the next rank, so that not all ranks send to rank 0 first
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int) -> list[Any]:
+    def _exchange(
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+    ) -> list[Any]:
         works = [self._group.recv([part], rank, tag) for rank, part in receives if part.numel()]
         for rank, part in sends:
             if part.numel():

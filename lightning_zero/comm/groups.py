@@ -1,7 +1,8 @@
 """Creates the groups that the engine communicates in, apart from Lightning's own default group.
 
-Lightning broadcasts and reduces on the default group in every batch; sharing it from hooks that run inside backward would
-interleave both kinds of traffic. The groups live as long as the default group does and are reused by later runs.
+Lightning broadcasts and reduces on the default group in every batch; sharing it from hooks that run
+inside backward would interleave both kinds of traffic. The groups live as long as the default group
+does and are reused by later runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from lightning_zero.comm.collectives import Collectives, NativeCollectives, SingleRank
 from lightning_zero.comm.gloo import GlooExchange
@@ -19,7 +21,9 @@ from lightning_zero.comm.watch import StallWatch, open_sockets
 _created: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 
 
-def collectives_for(device: torch.device, stall_timeout: timedelta, known_sockets: set[int]) -> Collectives:
+def collectives_for(
+    device: torch.device, stall_timeout: timedelta, known_sockets: set[int]
+) -> Collectives:
     """The collectives of all ranks for tensors on ``device``. Collective: every rank.
 
     Args:
@@ -34,17 +38,29 @@ def collectives_for(device: torch.device, stall_timeout: timedelta, known_socket
     found = _created.get(world)
     if found is None:
         before = open_sockets()
-        groups = [dist.new_group(backend="gloo" if device.type == "cpu" else None) for _ in range(1 if device.type == "cpu" else 2)]
+        groups = [
+            dist.new_group(backend="gloo" if device.type == "cpu" else None)
+            for _ in range(1 if device.type == "cpu" else 2)
+        ]
         for group in groups:
             dist.barrier(group=group)
-        watch = StallWatch(dist.get_rank(), dist.get_world_size(), stall_timeout, known_sockets | (open_sockets() - before))
-        found = GlooExchange(groups[0], watch) if device.type == "cpu" else NativeCollectives(groups[0], groups[1], watch)
+        watch = StallWatch(
+            dist.get_rank(),
+            dist.get_world_size(),
+            stall_timeout,
+            known_sockets | (open_sockets() - before),
+        )
+        found = (
+            GlooExchange(groups[0], watch)
+            if device.type == "cpu"
+            else NativeCollectives(groups[0], groups[1], watch)
+        )
         _created[world] = found
     assert found.watch is not None
     found.watch.timeout = stall_timeout
     return found
 
 
-def default_store() -> dist.Store:
+def default_store() -> c10d.Store:
     """The key-value store that the ranks met in."""
-    return dist.distributed_c10d._get_default_store()
+    return c10d._get_default_store()

@@ -1,14 +1,16 @@
 """Finds out that ranks can never finish what they wait for, and stops them with a message.
 
 [Note: how a stall is proven]
-A rank that waits long is not yet a fault: another one may be loading data or writing a checkpoint. It is a fault when
-*every* rank is blocked in a collective and they are not all in the same one. Each rank therefore looks once a second
-whether its main thread is blocked; if it has been for half the timeout it publishes where, and reads the others. Ranks
-that all wait in different places raise :class:`RankMismatchError` with all the places. A rank that failed publishes its
-error; ranks that are blocked then raise :class:`PeerFailedError` at once, quoting it.
+A rank that waits long is not yet a fault: another one may be loading data or writing a checkpoint.
+It is a fault when *every* rank is blocked in a collective and they are not all in the same one.
+Each rank therefore looks once a second whether its main thread is blocked; if it has been for half
+the timeout it publishes where, and reads the others. Ranks that all wait in different places raise
+:class:`RankMismatchError` with all the places. A rank that failed publishes its error; ranks that
+are blocked then raise :class:`PeerFailedError` at once, quoting it.
 
-A thread cannot raise in another one that is blocked in C++. Shutting down the sockets of the process group makes the
-blocked call return with an error, which is then replaced by the explanation.
+A thread cannot raise in another one that is blocked in C++. Shutting down the sockets of the
+process group makes the blocked call return with an error, which is then replaced by the
+explanation.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from datetime import timedelta
 from types import FrameType
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from lightning_zero.errors import PeerFailedError, RankMismatchError, ZeroError
 
@@ -68,7 +71,8 @@ def _collective_frame(frame: FrameType | None) -> str | None:
 
 
 class StallWatch:
-    """Watches the main thread of this rank and talks to the watches of the other ranks through the store.
+    """Watches the main thread of this rank and talks to the watches of the other ranks through the
+    store.
 
     Args:
         rank: this rank.
@@ -86,10 +90,11 @@ class StallWatch:
         self._run = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._store: dist.Store | None = None
+        self._store: c10d.Store | None = None
         self.reason: ZeroError | None = None
 
-    # -- the watched thread -------------------------------------------------------------------------------------
+    # -- the watched thread
+    # -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def waiting(self, label: str, *, is_read: bool = False) -> Iterator[None]:
@@ -109,11 +114,14 @@ class StallWatch:
             time.sleep(_POLL_SECONDS / 5)
         if self.reason is not None:
             return self.reason
-        return PeerFailedError(f"Rank {self._rank} lost another rank while it waited for {label}: {error}")
+        return PeerFailedError(
+            f"Rank {self._rank} lost another rank while it waited for {label}: {error}"
+        )
 
-    # -- life cycle ---------------------------------------------------------------------------------------------
+    # -- life cycle
+    # ---------------------------------------------------------------------------------------------
 
-    def start(self, store: dist.Store) -> None:
+    def start(self, store: c10d.Store) -> None:
         """Begin to watch. Every rank, as often as the others."""
         self._run += 1
         self.reason = None
@@ -122,7 +130,9 @@ class StallWatch:
             store = clone() if clone is not None else store
         self._store = store
         self._stop.clear()
-        self._thread = threading.Thread(target=self._watch, name="lightning_zero-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="lightning_zero-watch", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -137,9 +147,12 @@ class StallWatch:
         if self._store is None or isinstance(error, (PeerFailedError, RankMismatchError)):
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(self._key("failed"), f"rank {self._rank}: {type(error).__name__}: {error}")
+            self._store.set(
+                self._key("failed"), f"rank {self._rank}: {type(error).__name__}: {error}"
+            )
 
-    # -- the watching thread ------------------------------------------------------------------------------------
+    # -- the watching thread
+    # ------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"lightning_zero/{self._run}/{name}"
@@ -165,7 +178,10 @@ class StallWatch:
                 suspicions = suspicions + 1 if self._mismatch(place, seconds) else 0
                 if suspicions >= 3:
                     return self._interrupt()
-            except (RuntimeError, ValueError):  # the store is gone: the run is over or rank 0 has left
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # the store is gone: the run is over or rank 0 has left
                 return None
         return None
 
@@ -193,7 +209,9 @@ class StallWatch:
         text = self._store.get(self._key("failed")).decode()
         if text.startswith(f"rank {self._rank}:"):
             return False
-        self.reason = PeerFailedError(f"Rank {self._rank} stops because another rank failed. {text}")
+        self.reason = PeerFailedError(
+            f"Rank {self._rank} stops because another rank failed. {text}"
+        )
         return True
 
     def _mismatch(self, place: str, seconds: float) -> bool:
@@ -202,7 +220,10 @@ class StallWatch:
         longest, is_read = seconds, self._is_read
         for rank in set(range(self._world_size)) - {self._rank}:
             key = self._key(f"waiting/{rank}")
-            state = json.loads(self._store.get(key)) if self._store.check([key]) else {"place": None}
+            is_known = self._store.check([key])
+            state: dict[str, Any] = {"place": None}
+            if is_known:
+                state = json.loads(self._store.get(key))
             if state["place"] is None:
                 return False
             places[rank] = state["place"]
@@ -212,8 +233,10 @@ class StallWatch:
             return False
         lines = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in sorted(places))
         self.reason = RankMismatchError(
-            f"The ranks wait for different operations and none can finish: {lines}. Under stage 3 every rank has to use the"
-            " same modules and read the same parameters in the same order. Where ranks take different paths, wrap the code"
+            f"The ranks wait for different operations and none can finish: {lines}. Under stage 3"
+            f" every rank has to use the"
+            " same modules and read the same parameters in the same order. Where ranks take"
+            " different paths, wrap the code"
             " in `lightning_zero.full_params(module)` or use stage 2."
         )
         return True

@@ -15,8 +15,8 @@ from lightning_zero.engine.weights import Weights
 class EngineAccess:
     """The :class:`~lightning_zero.engine.guard.ParamAccess` of an engine.
 
-    Values that were handed out as copies are remembered until nobody else holds their memory, and changes of them are
-    written back at the next read or boundary.
+    Values that were handed out as copies are remembered until nobody else holds their memory, and
+    changes of them are written back at the next read or boundary.
     """
 
     def __init__(self, weights: Weights, grads: GradReducer) -> None:
@@ -59,8 +59,10 @@ class EngineAccess:
                 if value._version != version:
                     if is_stale:
                         raise RuntimeError(
-                            f"Parameter '{handle.fqn}' was changed through a tensor that was taken from it before the last"
-                            " optimizer step. Under stage 3 such a tensor is a copy; take `param.data` anew after a step."
+                            f"Parameter '{handle.fqn}' was changed through a tensor that was"
+                            f" taken from it before the last"
+                            " optimizer step. Under stage 3 such a tensor is a copy; take"
+                            " `param.data` anew after a step."
                         )
                     self._weights.write(handle, value)
                 version = value._version
@@ -72,4 +74,6 @@ class EngineAccess:
     def mark_stale(self) -> None:
         """The weights have been updated: values that were handed out before are old."""
         self.flush()
-        self._handed_out = [(handle, value, version, True) for handle, value, version, _ in self._handed_out]
+        self._handed_out = [
+            (handle, value, version, True) for handle, value, version, _ in self._handed_out
+        ]

@@ -1,13 +1,15 @@
 """One dtype, one storage, many parameters.
 
-[Note: who owns storage]
-A :class:`FlatBuffer` owns ``full``, a 1-D tensor over the flat buffer of a unit, and ``shard``, this rank's slice of it.
-``full`` keeps *one* Storage for life: tensors that autograd saved for backward are views of it, so the memory is given
-back with ``resize_(0)`` and taken again with ``resize_(n)``, and the views are right again once it has been gathered.
-The views in ``ParamHandle.view`` are made once. Whoever frees the memory first puts the placeholder into ``param.data``.
+[Note: who owns storage] A :class:`FlatBuffer` owns ``full``, a 1-D tensor over the flat buffer of a
+unit, and ``shard``, this rank's slice of it. ``full`` keeps *one* Storage for life: tensors that
+autograd saved for backward are views of it, so the memory is given back with ``resize_(0)`` and
+taken again with ``resize_(n)``, and the views are right again once it has been gathered. The views
+in ``ParamHandle.view`` are made once. Whoever frees the memory first puts the placeholder into
+``param.data``.
 
  - replicated weights: ``full`` always has its memory and ``shard`` is a view of it;
- - sharded weights: ``shard`` has memory of its own and ``full`` has memory only while the unit is gathered.
+ - sharded weights: ``shard`` has memory of its own and ``full`` has memory only while the unit is
+   gathered.
 """
 
 from __future__ import annotations
@@ -21,11 +23,16 @@ from lightning_zero.comm.collectives import Collectives, OwnedRange
 from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.pending import Pending
 
-ALIGNMENT_BYTES = 64
+# Kernels run over two vectors of 64 bytes at a time and round the elements of an incomplete pair
+# differently in some dtypes. Parameters and shards that start at multiples of this get the same
+# roundings as whole parameters.
+ALIGNMENT_BYTES = 128
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor if it fills its memory without holes (in any order of dimensions), else row-major ones."""
+    """The strides of a tensor if it fills its memory without holes (in any order of dimensions),
+    else row-major ones.
+    """
     by_stride = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
     expected = 1
     for stride, size in by_stride:
@@ -40,7 +47,8 @@ def make_placeholder(param: Tensor) -> Tensor:
     if not param.numel():
         return torch.empty_like(param, requires_grad=False)
     fill = float("nan") if param.is_floating_point() or param.is_complex() else 0
-    return torch.full((1,), fill, dtype=param.dtype, device=param.device).expand(param.shape)
+    shape = (1,) if param.dim() else ()
+    return torch.full(shape, fill, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 class ParamHandle:
@@ -49,13 +57,25 @@ class ParamHandle:
     Attributes:
         param: the user's own object, which stays in the module for ever.
         fqn: its dotted name (the first one, if it has several).
-        plain_class, guard_class: the class that it has while the module may use it directly, and at all other times.
+        plain_class, guard_class: the class that it has while the module may use it directly, and at
+            all other times.
         buffer, index: the flat buffer and the slot in it.
+        stride: the strides with which it lies there.
         view: its full value as a view of ``buffer.full``, with the parameter's shape and strides.
         placeholder: what ``param.data`` is while the full value is not there.
     """
 
-    __slots__ = ("buffer", "fqn", "guard_class", "index", "param", "placeholder", "plain_class", "view")
+    __slots__ = (
+        "buffer",
+        "fqn",
+        "guard_class",
+        "index",
+        "param",
+        "placeholder",
+        "plain_class",
+        "stride",
+        "view",
+    )
 
     def __init__(self, param: nn.Parameter, fqn: str) -> None:
         self.param = param
@@ -64,20 +84,20 @@ class ParamHandle:
         self.placeholder = make_placeholder(param)
         self.buffer: FlatBuffer
         self.index: int
+        self.stride: tuple[int, ...]
         self.view: Tensor
 
     def strided(self, flat: Tensor, offset: int) -> Tensor:
-        """The parameter as a view of ``flat`` (its elements in memory order, from ``offset`` on)."""
-        return flat.as_strided(self.view.shape, self.view.stride(), flat.storage_offset() + offset)
+        """The parameter as a view of ``flat``, where its elements begin at ``offset``."""
+        return flat.as_strided(self.placeholder.shape, self.stride, flat.storage_offset() + offset)
 
     def set_data(self, value: Tensor) -> None:
         """``param.data = value``, whatever class the parameter has at the moment."""
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = value
 
-
     def adopt_data(self) -> Tensor:
-        """The parameter's present value, also where its ``data`` were replaced by another tensor."""
+        """The parameter's present value, also where its ``data`` were replaced."""
         with torch._C.DisableTorchFunctionSubclass():
             data = self.param.data
             if data.data_ptr() != self.view.data_ptr():
@@ -89,8 +109,8 @@ class ParamHandle:
 class FlatBuffer:
     """The parameters of one unit that share a dtype and began with the same ``requires_grad``.
 
-    Built from full parameters; afterwards ``param.data`` is a view of ``full``. Collective: rank 0's values are sent to
-    all ranks.
+    Built from full parameters; afterwards ``param.data`` is a view of ``full``. Collective: rank
+    0's values are sent to all ranks.
 
     Args:
         index: number of the buffer, the same on all ranks; tells its messages apart.
@@ -99,18 +119,25 @@ class FlatBuffer:
         collectives: the ranks that share the buffer.
     """
 
-    def __init__(self, index: int, name: str, handles: Sequence[ParamHandle], collectives: Collectives) -> None:
+    def __init__(
+        self, index: int, name: str, handles: Sequence[ParamHandle], collectives: Collectives
+    ) -> None:
         first = handles[0].param
         self.index, self.name, self.handles = index, name, tuple(handles)
         self.dtype, self.device = first.dtype, first.device
         self._collectives = collectives
         alignment = max(1, ALIGNMENT_BYTES // first.element_size())
-        self.layout = FlatLayout.build([h.param.numel() for h in handles], collectives.world_size, alignment)
+        self.layout = FlatLayout.build(
+            [h.param.numel() for h in handles], collectives.world_size, alignment
+        )
         self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self._full_nbytes = self.full.untyped_storage().nbytes()
-        for slot_index, (handle, slot) in enumerate(zip(self.handles, self.layout.slots, strict=True)):
+        for slot_index, (handle, slot) in enumerate(
+            zip(self.handles, self.layout.slots, strict=True)
+        ):
             handle.buffer, handle.index = self, slot_index
-            handle.view = self.full.as_strided(handle.param.shape, dense_strides(handle.param), slot.offset)
+            handle.stride = dense_strides(handle.param)
+            handle.view = handle.strided(self.full, slot.offset)
             handle.view.copy_(handle.param.detach())
             handle.set_data(handle.view)
         if self.layout.numel:
@@ -148,11 +175,39 @@ class FlatBuffer:
         """Take the memory of ``full`` away; parameters become placeholders."""
         for handle in self.handles:
             handle.set_data(handle.placeholder)
-        self.full.untyped_storage().resize_(0)
+        try:
+            self.full.untyped_storage().resize_(0)
+        except (
+            RuntimeError
+        ):  # somebody has made a numpy array of it, which fixes the memory: leave it to them
+            self.full = torch.empty_like(self.full)
+            self.full.untyped_storage().resize_(0)
+            for handle, slot in zip(self.handles, self.layout.slots, strict=True):
+                handle.view = handle.strided(self.full, slot.offset)
 
-    def drop(self) -> None:
-        """Give all memory back for good."""
-        self.full.untyped_storage().resize_(0)
+    def give_back(self) -> None:
+        """Give every parameter its full value in memory of its own, as in a plain module.
+
+        ``full`` must be gathered.
+        """
+        for handle in self.handles:
+            handle.view = handle.view.clone()
+            handle.set_data(handle.view)
+        self._drop()
+
+    def leave_placeholders(self) -> None:
+        """Give all memory back and leave placeholders in the parameters."""
+        for handle in self.handles:
+            handle.view = handle.placeholder
+            handle.set_data(handle.placeholder)
+        self._drop()
+
+    def _drop(self) -> None:
+        if (
+            self.owns_shard
+        ):  # replicated weights may be held by somebody else, and are freed with the last holder
+            self.full.untyped_storage().resize_(0)
+        self.full = self.full.new_empty(0)
         self.shard = self.shard.new_empty(0)
 
     def start_gather(self) -> None:
@@ -174,29 +229,41 @@ class FlatBuffer:
             )
 
     def flatten(self, handle: ParamHandle, value: Tensor) -> Tensor:
-        """The elements of ``value`` (of the parameter's shape) as 1-D tensor in the buffer's memory order."""
-        if value.stride() == handle.view.stride():
+        """The elements of ``value`` (of the parameter's shape) as 1-D tensor in the buffer's memory
+        order.
+        """
+        if value.stride() == handle.stride:
             return value.as_strided((value.numel(),), (1,), value.storage_offset())
         flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
         handle.strided(flat, 0).copy_(value)
         return flat
 
     def gather_one(self, handle: ParamHandle, shard: Tensor, what: str) -> Tensor:
-        """One parameter's full value from a tensor that is laid out like ``shard``, in memory of its own. Collective."""
+        """One parameter's full value from a tensor that is laid out like ``shard``, in memory of
+        its own.
+
+        Collective.
+        """
         slot = self.layout.slots[handle.index]
         flat = torch.empty(slot.numel, dtype=shard.dtype, device=shard.device)
         own = self.layout.shard_range(self.rank)
         ranges = []
         for piece in self.layout.pieces(handle.index):
-            ranges.append(OwnedRange(piece.rank, piece.start - slot.offset, piece.stop - slot.offset))
+            ranges.append(
+                OwnedRange(piece.rank, piece.start - slot.offset, piece.stop - slot.offset)
+            )
             if piece.rank == self.rank:
-                flat[ranges[-1].start : ranges[-1].stop].copy_(shard[piece.start - own.start : piece.stop - own.start])
+                flat[ranges[-1].start : ranges[-1].stop].copy_(
+                    shard[piece.start - own.start : piece.stop - own.start]
+                )
         label = f"{what} of parameter '{handle.fqn}'"
         self._collectives.start_gather_ranges(flat, ranges, label, self.index).wait()
         return handle.strided(flat, 0)
 
     def own_pieces(self) -> Iterator[tuple[ParamHandle, int, int]]:
-        """Each parameter with the part of it in this rank's shard, as element range of the shard (may be empty)."""
+        """Each parameter with the part of it in this rank's shard, as element range of the shard
+        (may be empty).
+        """
         own = self.layout.shard_range(self.rank)
         for handle in self.handles:
             piece = self.layout.piece(handle.index, self.rank)

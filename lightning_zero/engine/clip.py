@@ -1,4 +1,6 @@
-"""Norm and clipping of sharded gradients: one pass over this rank's shards and one small all-reduce."""
+"""Norm and clipping of sharded gradients: one pass over this rank's shards and one small all-
+reduce.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,26 @@ from lightning_zero.comm.collectives import Collectives
 
 
 def total_norm(regions: list[Tensor], collectives: Collectives, device: torch.device) -> Tensor:
-    """The 2-norm of the gradients of which every rank holds ``regions``, as fp32 scalar. Collective."""
-    squares = [torch.linalg.vector_norm(region).to(device, torch.float64) ** 2 for region in regions]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    """The 2-norm of the gradients of which every rank holds ``regions``, as fp32 scalar.
+
+    Collective.
+    """
+    squares = [
+        torch.linalg.vector_norm(region).to(device, torch.float64) ** 2 for region in regions
+    ]
+    total = (
+        torch.stack(squares).sum()
+        if squares
+        else torch.zeros((), dtype=torch.float64, device=device)
+    )
     collectives.start_all_reduce(total, dist.ReduceOp.SUM, "the gradient norm").wait()
     return total.sqrt().to(torch.float32)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied with so that their norm is at most ``max_norm`` (as ``clip_grad_norm_`` does)."""
+    """What gradients are multiplied with so that their norm is at most ``max_norm`` (as
+    ``clip_grad_norm_`` does).
+    """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 

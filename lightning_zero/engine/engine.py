@@ -43,7 +43,8 @@ def engine_of(module: nn.Module) -> ZeroEngine | None:
 class ZeroEngine:
     """Shards a module and its optimizers over the ranks of ``collectives``.
 
-    Building is collective: rank 0's weights and buffers are sent to all ranks. The optimizers become drivers of shards
+    Building is collective: rank 0's weights and buffers are sent to all ranks. The optimizers
+        become drivers of shards
     in place. :meth:`close` gives everything back.
 
     Args:
@@ -54,7 +55,11 @@ class ZeroEngine:
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], config: ZeroConfig, collectives: Collectives
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        config: ZeroConfig,
+        collectives: Collectives,
     ) -> None:
         self.module, self.config, self.collectives = module, config, collectives
         self.placements = placements_of(config.stage, collectives.world_size)
@@ -81,29 +86,35 @@ class ZeroEngine:
         self.last_grad_norm: Tensor | None = None
         self.sync_buffers()
 
-    # -- building -----------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
+    # -------------
 
     @staticmethod
     def _check(module: nn.Module) -> None:
         for name, param in module.named_parameters():
             if isinstance(param, nn.parameter.UninitializedParameter):
                 raise ValueError(
-                    f"Parameter '{name}' has no shape yet (lazy module). Run a forward in `configure_model` or `setup` so that"
+                    f"Parameter '{name}' has no shape yet (lazy module). Run a forward in"
+                    f" `configure_model` or `setup` so that"
                     " it is initialised before training begins."
                 )
             own_dispatch = getattr(type(param), "__torch_function__", None)
             plain = getattr(nn.Parameter, "__torch_function__", None)
-            if getattr(own_dispatch, "__func__", own_dispatch) is not getattr(plain, "__func__", plain) or (
-                type(param.data) is not Tensor
-            ):
+            if getattr(own_dispatch, "__func__", own_dispatch) is not getattr(
+                plain, "__func__", plain
+            ) or (type(param.data) is not Tensor):
                 raise NotImplementedError(
-                    f"Parameter '{name}' is a {type(param).__name__} holding a {type(param.data).__name__}; only plain tensors can"
+                    f"Parameter '{name}' is a {type(param).__name__} holding a"
+                    f" {type(param.data).__name__}; only plain tensors can"
                     " be sharded. Convert it to a plain nn.Parameter, or train with strategy='ddp'."
                 )
         for name, submodule in module.named_modules():
-            if getattr(submodule, "sparse", False) and isinstance(submodule, nn.Embedding | nn.EmbeddingBag):
+            if getattr(submodule, "sparse", False) and isinstance(
+                submodule, nn.Embedding | nn.EmbeddingBag
+            ):
                 raise NotImplementedError(
-                    f"Module '{name}' asks for sparse gradients, which can not be sharded. Pass `sparse=False`, or train with"
+                    f"Module '{name}' asks for sparse gradients, which can not be sharded. Pass"
+                    f" `sparse=False`, or train with"
                     " strategy='ddp'."
                 )
 
@@ -115,8 +126,12 @@ class ZeroEngine:
             for param in group["params"]
         }
         units, num_buffers = [], 0
-        for index, plan in enumerate(plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes)):
-            kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for index, plan in enumerate(
+            plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes)
+        ):
+            kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = (
+                defaultdict(list)
+            )
             for fqn, param in plan.params.items():
                 kinds[param.dtype, param.device, param.requires_grad].append((fqn, param))
             buffers = []
@@ -134,11 +149,15 @@ class ZeroEngine:
             return ShardedWeights(self.units, self.config.window_bytes)
         return ReplicatedWeights(self.units)
 
-    # -- forward ------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
+    # -------------
 
     @contextlib.contextmanager
     def step_scope(self, *, is_training: bool) -> Iterator[None]:
-        """Wraps a training, validation, test or predict step. Nothing stays gathered after an evaluation step."""
+        """Wraps a training, validation, test or predict step.
+
+        Nothing stays gathered after an evaluation step.
+        """
         with contextlib.ExitStack() as stack:
             if isinstance(self.weights, ShardedWeights) and is_training:
                 stack.enter_context(watch_saved_tensors(self, self.weights.by_storage))
@@ -158,12 +177,18 @@ class ZeroEngine:
             unit.is_recomputed = True
         else:
             unit.num_calls += 1
-        return self.weights.has_storage_of_its_own and torch.is_grad_enabled() and not unit.is_trainable
+        return (
+            self.weights.has_storage_of_its_own
+            and torch.is_grad_enabled()
+            and not unit.is_trainable
+        )
 
     def need_in_backward(self, unit: ZeroUnit) -> None:
         """A tensor of a gathered unit is needed by a node of the backward."""
         if not self._backward_is_open and not self._peek_is_open and _in_backward():
-            self._peek_is_open = True  # torch.autograd.grad: no gradients of parameters, but weights to release
+            self._peek_is_open = (
+                True  # torch.autograd.grad: no gradients of parameters, but weights to release
+            )
             torch.autograd.Variable._execution_engine.queue_callback(self._close_peek)
         self.weights.need(unit, UnitPhase.BACKWARD)
 
@@ -173,7 +198,8 @@ class ZeroEngine:
             for unit in self.units:
                 self.weights.done(unit)
 
-    # -- backward -----------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
+    # -------------
 
     def begin_backward(self) -> None:
         """A backward begins; every rank."""
@@ -197,10 +223,14 @@ class ZeroEngine:
             if grad is None:
                 return
             unit = self._unit_of[handle]
-            # recomputation of a unit that was called several times brings its gradients in several parts
+            # recomputation of a unit that was called several times brings its gradients in several
+            # parts
             is_final = not unit.is_recomputed or unit.num_calls <= 1
             self.grads.add(handle, grad, is_final=is_final)
-            if all(bucket.arrived >= bucket.expected for bucket in map(self.grads.buckets.__getitem__, unit.buffers)):
+            if all(
+                bucket.arrived >= bucket.expected
+                for bucket in map(self.grads.buckets.__getitem__, unit.buffers)
+            ):
                 self.weights.done(unit)
 
     def end_backward(self) -> None:
@@ -218,13 +248,17 @@ class ZeroEngine:
         for unit in self.units:
             unit.num_calls, unit.is_recomputed = 0, False
 
-    # -- step ---------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------
+    # -------------
 
     @torch.no_grad()
     def before_step(self, driver: OptimizerDriver) -> None:
         """Bring everything that a step needs into the shards. Collective."""
         if any(unit.num_holds for unit in self.units):
-            raise RuntimeError("An optimizer step inside `full_params(...)` is not possible: leave the context first.")
+            raise RuntimeError(
+                "An optimizer step inside `full_params(...)` is not possible: leave the context"
+                " first."
+            )
         self.end_backward()
         self.grads.reduce_postponed()
         self.grads.wait()
@@ -233,16 +267,24 @@ class ZeroEngine:
         self.weights.finish_communication()
 
     def after_step(self, handles: Collection[ParamHandle]) -> None:
-        """The shards of these parameters have been updated on some rank; every rank passes the same."""
+        """The shards of these parameters have been updated on some rank; every rank passes the
+        same.
+        """
         self.access.mark_stale()
         with torch._C.DisableTorchFunctionSubclass():
-            # as an in-place update of the parameter would: a graph from before the step must not be used again
+            # as an in-place update of the parameter would: a graph from before the step must not be
+            # used again
             torch.autograd.graph.increment_version([handle.param for handle in handles])
         self.weights.start_refresh({handle.buffer: None for handle in handles})
 
     def clip_by_norm(self, driver: OptimizerDriver, max_norm: float) -> Tensor:
-        """Clip the gradients of one optimizer to a total 2-norm. Returns the norm before. Collective."""
-        norm = clip.total_norm(self.grads.regions(driver.handles), self.collectives, self.buffers[0].device)
+        """Clip the gradients of one optimizer to a total 2-norm.
+
+        Returns the norm before. Collective.
+        """
+        norm = clip.total_norm(
+            self.grads.regions(driver.handles), self.collectives, self.buffers[0].device
+        )
         self.grads.scale_later(driver.handles, clip.clip_coefficient(norm, max_norm))
         self.last_grad_norm = norm
         return norm
@@ -251,7 +293,8 @@ class ZeroEngine:
         """Clamp the gradients of one optimizer. Every rank."""
         clip.clip_by_value(self.grads.regions(driver.handles), limit)
 
-    # -- buffers ------------------------------------------------------------------------------------------------
+    # -- buffers -----------------------------------------------------------------------------------
+    # -------------
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -264,24 +307,33 @@ class ZeroEngine:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             self.collectives.broadcast(flat, f"the buffers of dtype {dtype}")
             if self.collectives.rank:
-                for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                for tensor, part in zip(
+                    tensors, flat.split([t.numel() for t in tensors]), strict=True
+                ):
                     tensor.copy_(part.view(tensor.shape))
 
     def sync_buffers_if_due(self) -> None:
-        """As DDP does: before a forward, unless the last forward was one without gradient synchronization."""
+        """As DDP does: before a forward, unless the last forward was one without gradient
+        synchronization.
+        """
         if self._buffers_are_due and self.config.broadcast_buffers:
             self.sync_buffers()
 
     def note_forward(self, *, synchronizes: bool) -> None:
-        """A step's forward has ended; ``synchronizes``: with gradients and outside of an accumulation window."""
+        """A step's forward has ended; ``synchronizes``: with gradients and outside of an
+        accumulation window.
+        """
         self._buffers_are_due = synchronizes
 
-    # -- full parameters ----------------------------------------------------------------------------------------
+    # -- full parameters
+    # ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def full_params(self, module: nn.Module, *, write: bool) -> Iterator[None]:
         """See :func:`lightning_zero.full_params`. Collective."""
-        handles = [entry[0] for entry in map(guard.handle_of, module.parameters()) if entry is not None]
+        handles = [
+            entry[0] for entry in map(guard.handle_of, module.parameters()) if entry is not None
+        ]
         units = {self._unit_of[handle]: None for handle in handles}
         self.access.flush()
         for unit in units:
@@ -293,7 +345,8 @@ class ZeroEngine:
             changed = [h.fqn for unit in units for h in unit.changed_since(versions[unit])]
             if changed and not write:
                 raise RuntimeError(
-                    f"Parameters were changed inside `full_params(module)`: {', '.join(changed)}. Pass `write=True`."
+                    f"Parameters were changed inside `full_params(module)`: {', '.join(changed)}."
+                    f" Pass `write=True`."
                 )
             if write:
                 with torch.no_grad():
@@ -306,12 +359,15 @@ class ZeroEngine:
                 self.weights.leave(unit)
                 self.weights.done(unit)
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
+    # -------------
 
     def close(self, *, gather: bool) -> None:
-        """Take everything off the module and give the parameters their full values. Collective if ``gather``.
+        """Take everything off the module and give the parameters their full values. Collective if
+        ``gather``.
 
-        With ``gather=False`` nothing is communicated, and parameters whose values are not all here become unusable.
+        With ``gather=False`` nothing is communicated, and parameters whose values are not all here
+        become unusable.
         """
         for hook in self._hooks:
             hook.remove()
@@ -333,14 +389,12 @@ class ZeroEngine:
         if gather or (not self.weights.has_storage_of_its_own and not unit.is_gathering):
             guard.release(unit.handles)
             with torch.no_grad():
-                for handle in unit.handles:
-                    handle.set_data(handle.view.clone())  # memory of its own, as in a plain module
+                for buffer in unit.buffers:
+                    buffer.give_back()
         else:
             guard.abandon(unit.handles)
-            for handle in unit.handles:
-                handle.set_data(handle.placeholder)
-        for buffer in unit.buffers:
-            buffer.drop()
+            for buffer in unit.buffers:
+                buffer.leave_placeholders()
 
     def detach_optimizers(self) -> None:
         """Give the optimizers their own classes back (the run is over for good)."""

@@ -1,10 +1,10 @@
 """From a parameter's gradient to this rank's shard of the average over all ranks.
 
-[Note: reduction order]
-Gradients are copied into the bucket of their flat buffer as they arrive and buckets are reduced in *one fixed order* on
-all ranks. A bucket whose gradients are not complete holds up the later ones until the backward ends; then the ranks tell
-each other which parameters got gradients, and what is left is reduced where any rank has a gradient, zeros standing in
-for missing ones. So ranks that use different parameters can not deadlock and get what
+[Note: reduction order] Gradients are copied into the bucket of their flat buffer as they arrive and
+buckets are reduced in *one fixed order* on all ranks. A bucket whose gradients are not complete
+holds up the later ones until the backward ends; then the ranks tell each other which parameters got
+gradients, and what is left is reduced where any rank has a gradient, zeros standing in for missing
+ones. So ranks that use different parameters can not deadlock and get what
 DDP(find_unused_parameters=True) gives. The order is learned from rank 0's first backward.
 
 A parameter that got no gradient on any rank has none afterwards, as with ``grad=None``.
@@ -31,12 +31,13 @@ class GradBucket:
     """The gradients of one flat buffer.
 
     Attributes:
-        unreduced: this rank's gradients divided by the number of ranks, laid out like the flat buffer; None if there are none.
+        unreduced: this rank's gradients divided by the number of ranks, laid out like the flat
+            buffer; None if there are none.
         is_written: per slot, whether ``unreduced`` holds a gradient.
         is_used: per slot, whether this rank has had a gradient since the ranks last agreed.
         shard: this rank's slice of the reduced gradients; None before the first reduction.
-        has_grad: per slot, whether ``shard`` holds a gradient (the same on all ranks). Slots without one are zero in
-            ``shard`` as long as any other slot has one.
+        has_grad: per slot, whether ``shard`` holds a gradient (the same on all ranks). Slots
+            without one are zero in ``shard`` as long as any other slot has one.
         arrived, expected: gradients that came and that can come in this backward.
         is_launched: whether the bucket has been reduced in this backward.
     """
@@ -58,10 +59,14 @@ class GradBucket:
         self.expected = sum(handle.param.requires_grad for handle in self.buffer.handles)
 
     def add(self, handle: ParamHandle, grad: Tensor, scale: float) -> None:
-        """Add ``grad * scale`` to a slot: one casting copy, or an addition where there is something already."""
+        """Add ``grad * scale`` to a slot: one casting copy, or an addition where there is something
+        already.
+        """
         if self.unreduced is None:
-            self.unreduced = torch.empty(self.buffer.layout.numel, dtype=self.buffer.dtype, device=self.buffer.device)
-        view = handle.strided(self.unreduced, self.buffer.layout.slots[handle.index].offset)
+            self.unreduced = torch.empty(
+                self.buffer.layout.numel, dtype=self.buffer.dtype, device=self.buffer.device
+            )
+        view = self.unreduced_view(handle)
         if self.is_written[handle.index]:
             view.add_(grad, alpha=scale)
         elif scale == 1.0:
@@ -70,12 +75,21 @@ class GradBucket:
             torch.mul(grad, scale, out=view)
         self.is_written[handle.index] = self.is_used[handle.index] = True
 
+    def unreduced_view(self, handle: ParamHandle) -> Tensor:
+        """The slot of a parameter in ``unreduced``, which must be there."""
+        assert self.unreduced is not None
+        return handle.strided(self.unreduced, self.buffer.layout.slots[handle.index].offset)
+
     def take_unreduced(self) -> Tensor:
-        """The complete unreduced bucket, zeros where nothing was written; the bucket itself is empty afterwards."""
+        """The complete unreduced bucket, zeros where nothing was written; the bucket itself is
+        empty afterwards.
+        """
         layout = self.buffer.layout
         unreduced, self.unreduced = self.unreduced, None
         if unreduced is None:
-            unreduced = torch.zeros(layout.numel, dtype=self.buffer.dtype, device=self.buffer.device)
+            unreduced = torch.zeros(
+                layout.numel, dtype=self.buffer.dtype, device=self.buffer.device
+            )
         else:
             for gap in layout.gaps():
                 unreduced[gap.start : gap.stop].zero_()
@@ -88,7 +102,9 @@ class GradBucket:
     def shard_or_new(self) -> Tensor:
         """The shard; if there is none yet, zeros."""
         if self.shard is None:
-            self.shard = torch.zeros(self.buffer.layout.shard_numel, dtype=self.buffer.dtype, device=self.buffer.device)
+            self.shard = torch.zeros(
+                self.buffer.layout.shard_numel, dtype=self.buffer.dtype, device=self.buffer.device
+            )
         return self.shard
 
     def forget(self, handles: Collection[ParamHandle], *, keep_zeros: bool) -> None:
@@ -111,20 +127,25 @@ class GradReducer:
     Args:
         buffers: all flat buffers, in the order of the module.
         collectives: the ranks to average over.
-        placement: UNREDUCED keeps full local gradients while synchronization is blocked; SHARDED reduces every backward.
+        placement: UNREDUCED keeps full local gradients while synchronization is blocked; SHARDED
+            reduces every backward.
 
     Attributes:
         is_blocked: whether an accumulation window is open (Lightning's ``block_backward_sync``).
         peak_bytes: the most that unreduced gradients have taken.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], collectives: Collectives, placement: Placement) -> None:
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], collectives: Collectives, placement: Placement
+    ) -> None:
         self._collectives = collectives
         self._scale = 1.0 / collectives.world_size
         self._keeps_unreduced = placement is Placement.UNREDUCED
         self.buckets = {buffer: GradBucket(buffer) for buffer in buffers}
         self._order = [self.buckets[buffer] for buffer in reversed(buffers)]
-        self._ready_order: list[GradBucket] | None = []  # None once the ranks have agreed on the order
+        self._ready_order: (
+            list[GradBucket] | None
+        ) = []  # None once the ranks have agreed on the order
         self._next_launch = 0
         self._in_flight: deque[tuple[GradBucket, Tensor | None, Pending, int]] = deque()
         self._seen: dict[ParamHandle, Tensor] = {}
@@ -132,7 +153,8 @@ class GradReducer:
         self.is_blocked = False
         self.peak_bytes = 0
 
-    # -- during backward ----------------------------------------------------------------------------------------
+    # -- during backward
+    # ----------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -148,14 +170,16 @@ class GradReducer:
         Args:
             handle: the parameter.
             grad: its gradient.
-            is_final: False if more may follow in this backward (recomputation runs several backwards within one).
+            is_final: False if more may follow in this backward (recomputation runs several
+                backwards within one).
 
         Returns:
             Whether all gradients of the parameter's buffer have arrived.
         """
         if grad.layout is not torch.strided:
             raise NotImplementedError(
-                f"Parameter '{handle.fqn}' has a sparse gradient, which can not be sharded. Use dense gradients"
+                f"Parameter '{handle.fqn}' has a sparse gradient, which can not be sharded. Use"
+                f" dense gradients"
                 " (`sparse=False` for embeddings)."
             )
         bucket = self.buckets[handle.buffer]
@@ -183,7 +207,9 @@ class GradReducer:
                 self._launch(bucket)
 
     def _launch(self, bucket: GradBucket) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT or any(entry[0] is bucket for entry in self._in_flight):
+        while len(self._in_flight) >= _MAX_IN_FLIGHT or any(
+            entry[0] is bucket for entry in self._in_flight
+        ):
             self._finish_oldest()
         unreduced = bucket.take_unreduced()
         size = unreduced.numel() * unreduced.element_size()
@@ -193,7 +219,9 @@ class GradReducer:
             out = addend = unreduced[own.start : own.stop]
         elif bucket.shard is None:
             layout = bucket.buffer.layout
-            out = bucket.shard = torch.empty(layout.shard_numel, dtype=unreduced.dtype, device=unreduced.device)
+            out = bucket.shard = torch.empty(
+                layout.shard_numel, dtype=unreduced.dtype, device=unreduced.device
+            )
         else:
             out = bucket.shard
         bucket.is_launched = True
@@ -211,7 +239,8 @@ class GradReducer:
     def end_backward(self) -> None:
         """A backward has ended: reduce what is left and agree on what was used. Collective.
 
-        Buckets without any gradient here are reduced too, before the ranks talk to each other: another rank may be
+        Buckets without any gradient here are reduced too, before the ranks talk to each other:
+            another rank may be
         waiting for them already.
         """
         if self._is_postponed:
@@ -232,12 +261,18 @@ class GradReducer:
             self._agree_on_order()
 
     def _agree(self) -> tuple[dict[GradBucket, list[bool]], dict[GradBucket, bool]]:
-        """Per bucket: which slots any rank used, and whether any rank has gradients that came after the reduction."""
+        """Per bucket: which slots any rank used, and whether any rank has gradients that came after
+        the reduction.
+        """
         buckets = list(self.buckets.values())
-        flags = [flag for bucket in buckets for flag in (*bucket.is_used, bucket.unreduced is not None)]
+        flags = [
+            flag for bucket in buckets for flag in (*bucket.is_used, bucket.unreduced is not None)
+        ]
         if self._collectives.world_size > 1 and flags:
             on_device = torch.tensor(flags, dtype=torch.uint8, device=buckets[0].buffer.device)
-            self._collectives.start_all_reduce(on_device, dist.ReduceOp.MAX, "the list of used parameters").wait()
+            self._collectives.start_all_reduce(
+                on_device, dist.ReduceOp.MAX, "the list of used parameters"
+            ).wait()
             flags = [bool(flag) for flag in on_device.tolist()]
         used, left_over, start = {}, {}, 0
         for bucket in buckets:
@@ -247,7 +282,9 @@ class GradReducer:
         return used, left_over
 
     def _agree_on_order(self) -> None:
-        """From now on reduce in the order in which rank 0's buckets were complete in its first backward."""
+        """From now on reduce in the order in which rank 0's buckets were complete in its first
+        backward.
+        """
         assert self._ready_order is not None
         ready = {bucket.buffer.index: None for bucket in self._ready_order}
         mine = [*ready, *(b.buffer.index for b in self._order if b.buffer.index not in ready)]
@@ -256,7 +293,8 @@ class GradReducer:
         self._order = [by_index[index] for index in agreed]
         self._ready_order = None
 
-    # -- between backward and step ------------------------------------------------------------------------------
+    # -- between backward and step
+    # ------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Finish all reductions that are under way."""
@@ -264,7 +302,10 @@ class GradReducer:
             self._finish_oldest()
 
     def reduce_postponed(self) -> None:
-        """Reduce gradients that an accumulation window kept local, if there are any on any rank. Collective."""
+        """Reduce gradients that an accumulation window kept local, if there are any on any rank.
+
+        Collective.
+        """
         if self._keeps_unreduced and any(bucket.unreduced is not None for bucket in self._order):
             self.begin_backward()
             was_blocked, self.is_blocked = self.is_blocked, False
@@ -272,10 +313,12 @@ class GradReducer:
             self.is_blocked = was_blocked
 
     def gradient(self, handle: ParamHandle) -> Tensor | None:
-        """The full reduced gradient of a parameter, in memory of its own; None if it has none. Collective.
+        """The full reduced gradient of a parameter, in memory of its own; None if it has none.
+        Collective.
 
-        Changes of the returned tensor are taken over before the gradients are used. Inside an accumulation window with
-        unreduced gradients it is this rank's own gradient so far, as under DDP.
+        Changes of the returned tensor are taken over before the gradients are used. Inside an
+        accumulation window with unreduced gradients it is this rank's own gradient so far, as under
+        DDP.
         """
         self._apply_scales()
         if handle in self._seen:
@@ -287,8 +330,9 @@ class GradReducer:
             self._seen[handle] = value
             return value
         if bucket.is_written[handle.index]:
-            assert bucket.unreduced is not None
-            return handle.strided(bucket.unreduced, handle.buffer.layout.slots[handle.index].offset) / self._scale
+            value = bucket.unreduced_view(handle) / self._scale
+            self._seen[handle] = value
+            return value
         return None
 
     def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None:
@@ -312,6 +356,9 @@ class GradReducer:
         rank = self._collectives.rank
         for handle, value in self._seen.items():
             buffer, bucket = handle.buffer, self.buckets[handle.buffer]
+            if not bucket.has_grad[handle.index]:  # seen inside an accumulation window
+                torch.mul(value.detach(), self._scale, out=bucket.unreduced_view(handle))
+                continue
             own, slot = buffer.layout.shard_range(rank), buffer.layout.slots[handle.index]
             piece = buffer.layout.piece(handle.index, rank)
             if piece.numel:
@@ -321,7 +368,10 @@ class GradReducer:
         self._seen.clear()
 
     def zero(self, handles: Collection[ParamHandle], *, set_to_none: bool) -> None:
-        """Drop the gradients of some parameters (``zero_grad``). Local, but every rank has to do it."""
+        """Drop the gradients of some parameters (``zero_grad``).
+
+        Local, but every rank has to do it.
+        """
         self._apply_scales()
         self.wait()
         for handle in handles:
@@ -330,7 +380,9 @@ class GradReducer:
             bucket.forget(handles, keep_zeros=not set_to_none)
 
     def regions(self, handles: Collection[ParamHandle]) -> list[Tensor]:
-        """This rank's pieces of the reduced gradients of some parameters, as few tensors as possible."""
+        """This rank's pieces of the reduced gradients of some parameters, as few tensors as
+        possible.
+        """
         self._apply_scales()
         return self._regions(handles)
 
@@ -340,7 +392,9 @@ class GradReducer:
         found = []
         for bucket in {self.buckets[handle.buffer]: None for handle in handles}:
             run: list[int] | None = None
-            for (handle, start, stop), has_grad in zip(bucket.buffer.own_pieces(), bucket.has_grad, strict=True):
+            for (handle, start, stop), has_grad in zip(
+                bucket.buffer.own_pieces(), bucket.has_grad, strict=True
+            ):
                 if start == stop:
                     continue
                 if not has_grad or handle not in handles:
@@ -353,11 +407,15 @@ class GradReducer:
         return [bucket.shard_or_new()[start:stop] for bucket, (start, stop) in found]
 
     def scale_later(self, handles: Collection[ParamHandle], factor: Tensor) -> None:
-        """Multiply the gradients of some parameters by a 0-d factor, at the latest before anybody looks at them."""
+        """Multiply the gradients of some parameters by a 0-d factor, at the latest before anybody
+        looks at them.
+        """
         self._scales.append((handles, factor))
 
     def take_scale(self, handles: Collection[ParamHandle]) -> Tensor | None:
-        """The factor by which the caller has to multiply the gradients of these parameters, None for 1."""
+        """The factor by which the caller has to multiply the gradients of these parameters, None
+        for 1.
+        """
         scales, self._scales = self._scales, []
         mine = [entry for entry in scales if entry[0] is handles]
         self._scales = [entry for entry in scales if entry[0] is not handles]
@@ -373,12 +431,15 @@ class GradReducer:
             for region in self._regions(handles):
                 region.mul_(factor)
 
-    # -- accounting ---------------------------------------------------------------------------------------------
+    # -- accounting
+    # ---------------------------------------------------------------------------------------------
 
     def unreduced_bytes(self) -> int:
         """Bytes of full gradients that are being collected or reduced."""
         waiting = [bucket.unreduced for bucket in self._order if bucket.unreduced is not None]
-        return sum(t.numel() * t.element_size() for t in waiting) + sum(entry[3] for entry in self._in_flight)
+        return sum(t.numel() * t.element_size() for t in waiting) + sum(
+            entry[3] for entry in self._in_flight
+        )
 
     def shard_bytes(self) -> int:
         """Bytes of the reduced gradients."""

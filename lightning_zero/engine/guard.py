@@ -1,14 +1,15 @@
 """What a parameter does when it is used outside of a module call.
 
-[Note: parameter identity]
-The user's ``nn.Parameter`` objects stay in the module. While a module call uses a unit its parameters are plain ones; at
-all other times their ``__class__`` is a subclass with ``__torch_function__``, which
+[Note: parameter identity] The user's ``nn.Parameter`` objects stay in the module. While a module
+call uses a unit its parameters are plain ones; at all other times their ``__class__`` is a subclass
+with ``__torch_function__``, which
 
 - answers questions about shape, dtype, device, hooks and the like directly;
-- completes updates that are still on their way (replicated weights), or gathers the one parameter into memory of its own
-  (sharded weights, collective), before any other use. The gather is differentiable: its gradient goes to the parameter;
-- writes in-place changes back to the shards, at once for an operation and at the next boundary for an alias that was
-  handed out (``p.data``, ``p.detach()``, views);
+- completes updates that are still on their way (replicated weights), or gathers the one parameter
+  into memory of its own (sharded weights, collective), before any other use. The gather is
+  differentiable: its gradient goes to the parameter;
+- writes in-place changes back to the shards, at once for an operation and at the next boundary for
+  an alias that was handed out (``p.data``, ``p.detach()``, views);
 - serves ``p.grad`` from the sharded gradients, and takes changes of it;
 - is copied and pickled as a plain, full parameter.
 """
@@ -16,7 +17,7 @@ all other times their ``__class__`` is a subclass with ``__torch_function__``, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,36 @@ from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.errors import ShardedParameterError
 
 _METADATA_METHODS = frozenset(
-    "__hash__ __len__ dim ndimension numel nelement size element_size is_floating_point is_complex is_signed get_device"
-    " is_inference is_shared is_pinned is_conj is_neg requires_grad_ register_hook register_post_accumulate_grad_hook"
-    " retain_grad has_names _is_view data_ptr untyped_storage".split()
+    [
+        "__hash__",
+        "__len__",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "size",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "is_inference",
+        "is_shared",
+        "is_pinned",
+        "is_conj",
+        "is_neg",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "has_names",
+        "_is_view",
+        "data_ptr",
+        "untyped_storage",
+    ]
 )
 _STRIDE_METHODS = frozenset({"stride", "is_contiguous", "storage_offset"})
+_DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class ParamAccess(Protocol):
@@ -39,7 +65,7 @@ class ParamAccess(Protocol):
     is_in_place: bool
 
     def read(self, handle: ParamHandle) -> Tensor:
-        """The full value: the parameter's own memory if ``is_in_place``, else a copy (collective)."""
+        """The full value: the own memory if ``is_in_place``, else a copy (collective)."""
 
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         """Set the parameter from a full value."""
@@ -61,13 +87,17 @@ class _Gone:
 
     def read(self, handle: ParamHandle) -> Tensor:
         raise ShardedParameterError(
-            f"Parameter '{handle.fqn}' was left sharded: the run that sharded it ended with `gather_after_fit=False` or by an"
+            f"Parameter '{handle.fqn}' was left sharded: the run that sharded it ended with"
+            f" `gather_after_fit=False` or by an"
             " exception. Load its weights from a checkpoint, or keep `gather_after_fit=True`."
         )
 
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         if value.shape != handle.placeholder.shape:
-            raise ValueError(f"Parameter '{handle.fqn}' has shape {tuple(handle.placeholder.shape)}, got {tuple(value.shape)}.")
+            raise ValueError(
+                f"Parameter '{handle.fqn}' has shape {tuple(handle.placeholder.shape)}, got"
+                f" {tuple(value.shape)}."
+            )
         release([handle])
         handle.set_data(value)
 
@@ -79,7 +109,8 @@ class _Gone:
     def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None: ...
 
 
-# By identity of the parameter: it is alive, since its handle holds it. Nothing is stamped on the parameter itself.
+# By identity of the parameter: it is alive, since its handle holds it. Nothing is stamped on the
+# parameter itself.
 _guarded: dict[int, tuple[ParamHandle, ParamAccess]] = {}
 _guard_classes: dict[type, type] = {}
 
@@ -120,7 +151,7 @@ class _ReadParameter(torch.autograd.Function):
         return access.read(handle)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
 
@@ -129,9 +160,15 @@ class _Guarded(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _DIFFERENTIATORS:
+            return _differentiate(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             name = getattr(func, "__name__", "")
             if name in ("__get__", "__set__", "__delete__"):
@@ -151,7 +188,7 @@ class _Guarded(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return cast(nn.Parameter, memo[id(self)])
         copied = _plain_copy(self)
         memo[id(self)] = copied
         return copied
@@ -166,13 +203,14 @@ def _plain_copy(param: nn.Parameter) -> nn.Parameter:
         value = access.read(handle)
         copied = (value.clone() if access.is_in_place else value).as_subclass(handle.plain_class)
         copied.requires_grad_(param.requires_grad)
-    return copied  # type: ignore[return-value]
+    return copied
 
 
 def _describe(param: nn.Parameter) -> str:
     handle, _ = _guarded[id(param)]
     return (
-        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype {param.dtype}, device {param.device};"
+        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype {param.dtype},"
+        f" device {param.device};"
         " print it inside `lightning_zero.full_params`)"
     )
 
@@ -192,14 +230,31 @@ def _attribute(func: Callable[..., Any], kind: str, args: tuple[Any, ...]) -> An
             return _hand_out(handle, access)
         if (args[1].shape, args[1].dtype) != (param.shape, param.dtype):
             raise ValueError(
-                f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype {param.dtype}, got data of shape"
-                f" {tuple(args[1].shape)} and dtype {args[1].dtype}. A sharded parameter keeps both during a run."
+                f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype"
+                f" {param.dtype}, got data of shape"
+                f" {tuple(args[1].shape)} and dtype {args[1].dtype}. A sharded parameter keeps"
+                f" both during a run."
             )
         access.write(handle, _unguarded(args[1]).detach())
         return None
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return _operate(func, name, args, {})
     return func(*args)
+
+
+def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differentiate with respect to parameters: they are meant as leaves of the graph, not as
+    values.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Guarded)]
+    handles = [_guarded[id(leaf)][0] for leaf in leaves]
+    for handle in handles:
+        handle.param.__class__ = handle.plain_class
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.param.__class__ = handle.guard_class
 
 
 def _unguarded(value: Tensor) -> Tensor:
@@ -215,9 +270,11 @@ def _hand_out(handle: ParamHandle, access: ParamAccess) -> Tensor:
     return value
 
 
-def _operate(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _operate(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run an operation on the full values and write back what it changed."""
-    used: dict[int, tuple[ParamHandle, ParamAccess, Tensor, int]] = {}
+    used: dict[int, _Use] = {}
     needs_grad = torch.is_grad_enabled() and name != "detach"
 
     def replace(leaf: Any) -> Any:
@@ -228,22 +285,38 @@ def _operate(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
             access.read(handle)  # waits for updates that are on their way
             return leaf
         if id(leaf) not in used:
-            value = _ReadParameter.apply(leaf, handle, access) if needs_grad and leaf.requires_grad else access.read(handle)
-            used[id(leaf)] = (handle, access, value, value._version)
-        return used[id(leaf)][2]
+            value = (
+                _ReadParameter.apply(leaf, handle, access)  # type: ignore[no-untyped-call]
+                if needs_grad and leaf.requires_grad
+                else access.read(handle)
+            )
+            used[id(leaf)] = _Use(handle, access, value, value._version, value.grad_fn)
+        return used[id(leaf)].value
 
     args, kwargs = pytree.tree_map(replace, (args, kwargs))
     result = func(*args, **kwargs)
-    for handle, access, value, version in used.values():
-        result = _after(handle, access, value, version, result)
+    for use in used.values():
+        result = _after(use, result)
     return result
 
 
-def _after(handle: ParamHandle, access: ParamAccess, value: Tensor, version: int, result: Any) -> Any:
+class _Use(NamedTuple):
+    """A parameter's value as an operation got it."""
+
+    handle: ParamHandle
+    access: ParamAccess
+    value: Tensor
+    version: int
+    grad_fn: Any
+
+
+def _after(use: _Use, result: Any) -> Any:
+    handle, access, value, version, grad_fn = use
     if value._version != version:
-        if value.requires_grad and torch.is_grad_enabled():
+        if value.grad_fn is not grad_fn:  # autograd has recorded the change
             raise RuntimeError(
-                f"Parameter '{handle.fqn}' is a leaf that requires grad and can not be changed in place outside of torch.no_grad()."
+                f"Parameter '{handle.fqn}' is a leaf that requires grad and can not be changed in"
+                f" place outside of torch.no_grad()."
             )
         access.write(handle, value.detach())
     if result is value:
@@ -256,6 +329,8 @@ def _after(handle: ParamHandle, access: ParamAccess, value: Tensor, version: int
 def _aliases(result: Any, value: Tensor) -> bool:
     storage = value.untyped_storage()._cdata
     return any(
-        isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.untyped_storage()._cdata == storage
+        isinstance(leaf, Tensor)
+        and leaf.layout is torch.strided
+        and leaf.untyped_storage()._cdata == storage
         for leaf in pytree.tree_leaves(result)
     )

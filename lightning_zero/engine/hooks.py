@@ -1,12 +1,12 @@
 """Everything that is attached to the user's module, and removed from it again.
 
-[Note: how a unit is noticed]
-Every module whose own parameters, or all of whose parameters, belong to a unit has a forward pre-hook and a forward
-hook; the first says that the unit is needed and the second that this call is over. In backward, tensors that autograd
-saved are the witnesses: while a step runs, a saved-tensor hook marks those that live in a gathered unit, and unpacking
-one brings the unit back. That needs no knowledge of what modules return, and works for hidden outputs, gradient
-penalties and custom functions alike. A unit whose parameters get no gradients is released when the gradients of its
-inputs have been computed.
+[Note: how a unit is noticed] Every module whose own parameters, or all of whose parameters, belong
+to a unit has a forward pre-hook and a forward hook; the first says that the unit is needed and the
+second that this call is over. In backward, tensors that autograd
+saved are the witnesses: while a step runs, a saved-tensor hook marks those that live in a gathered
+unit, and unpacking one brings the unit back. That needs no knowledge of what modules return, and
+works for hidden outputs, gradient penalties and custom functions alike. A unit whose parameters get
+no gradients is released when the gradients of its inputs have been computed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,22 @@ def _make_nothing() -> Callable[..., None]:
 
 
 class _ModuleHook:
-    """A hook on one module that does nothing in copies of it. Holds the engine and the module weakly."""
+    """A hook on one module that does nothing in copies of it.
+
+    Holds the engine and the module weakly.
+    """
 
     def __init__(self, module: nn.Module, engine: ZeroEngine, units: list[ZeroUnit]) -> None:
         self._module, self._engine, self._units = weakref.ref(module), weakref.ref(engine), units
+        self._act_uncompiled = torch.compiler.disable(
+            self._act
+        )  # compiled modules break their graph here
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return self._act_uncompiled(module, *args)
+
+    def _act(self, module: nn.Module, *args: Any) -> Any:
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing
@@ -52,26 +64,32 @@ class _ModuleHook:
 
 
 class _Enter(_ModuleHook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _act(self, module: nn.Module, *args: Any) -> Any:
         engine = self._engine_for(module)
         if engine is None:
             return None
         watched = [unit for unit in self._units if engine.enter(unit)]
-        return watch_inputs(engine, watched, args, kwargs) if watched else None
+        return watch_inputs(engine, watched, *args) if watched else None
 
 
 class _Leave(_ModuleHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _act(self, module: nn.Module, *args: Any) -> None:
         engine = self._engine_for(module)
         if engine is not None:
             for unit in self._units:
                 engine.weights.leave(unit)
 
 
-def watch_inputs(engine: ZeroEngine, units: list[ZeroUnit], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Pass inputs that require grad as aliases whose gradient tells that the backward of the units has passed."""
+def watch_inputs(
+    engine: ZeroEngine, units: list[ZeroUnit], args: Any, kwargs: Any
+) -> tuple[Any, Any] | None:
+    """Pass inputs that require grad as aliases whose gradient tells that the backward of the units
+    has passed.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    watched = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     if not watched:
         return None
     missing = len(watched)
@@ -96,7 +114,9 @@ def watch_inputs(engine: ZeroEngine, units: list[ZeroUnit], args: Any, kwargs: A
     return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
 
 
-def attach_module_hooks(root: nn.Module, engine: ZeroEngine, unit_of: dict[nn.Parameter, ZeroUnit]) -> list[RemovableHandle]:
+def attach_module_hooks(
+    root: nn.Module, engine: ZeroEngine, unit_of: dict[nn.Parameter, ZeroUnit]
+) -> list[RemovableHandle]:
     """Hook every module that tells of a unit. See [Note: how a unit is noticed]."""
     handles = []
     for module in root.modules():
@@ -121,7 +141,8 @@ def attach_grad_hook(handle: ParamHandle, engine: ZeroEngine) -> RemovableHandle
             engine.on_gradient(handle)
 
     with torch._C.DisableTorchFunctionSubclass():
-        return handle.param.register_post_accumulate_grad_hook(take)
+        hook: RemovableHandle = handle.param.register_post_accumulate_grad_hook(take)
+    return hook
 
 
 class _Saved(NamedTuple):
@@ -130,7 +151,9 @@ class _Saved(NamedTuple):
     version: int
 
 
-def watch_saved_tensors(engine: ZeroEngine, by_storage: dict[int, ZeroUnit]) -> torch.autograd.graph.saved_tensors_hooks:
+def watch_saved_tensors(
+    engine: ZeroEngine, by_storage: dict[int, ZeroUnit]
+) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which tensors saved for backward remember the gathered unit they live in."""
 
     def pack(tensor: Tensor) -> _Saved:
@@ -144,10 +167,14 @@ def watch_saved_tensors(engine: ZeroEngine, by_storage: dict[int, ZeroUnit]) -> 
 
     def unpack(saved: _Saved) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            if saved.tensor._version != saved.version:  # autograd leaves this check to whoever installs such hooks
+            if (
+                saved.tensor._version != saved.version
+            ):  # autograd leaves this check to whoever installs such hooks
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                    f" {tuple(saved.tensor.shape)} is at version {saved.tensor._version}; expected version {saved.version}"
+                    "one of the variables needed for gradient computation has been modified by an"
+                    " inplace operation:"
+                    f" {tuple(saved.tensor.shape)} is at version {saved.tensor._version};"
+                    f" expected version {saved.version}"
                 )
             if saved.unit is not None:
                 engine.need_in_backward(saved.unit)

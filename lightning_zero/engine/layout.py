@@ -1,7 +1,8 @@
 """How parameters lie in a flat buffer and who owns which piece: integers only.
 
-A flat buffer holds parameters one after the other, each starting at a multiple of ``alignment`` elements, and is cut
-into ``world_size`` equal shards. Five tensors of 5, 3, 6, 0 and 1 elements, alignment 4, three ranks::
+A flat buffer holds parameters one after the other, each starting at a multiple of ``alignment``
+elements, and is cut into ``world_size`` equal shards. Five tensors of 5, 3, 6, 0 and 1 elements,
+alignment 4, three ranks::
 
     offset  0         8    12          20   24       (numel = 3 shards of 8)
             aaaaa...  bbb. cccccc..    e... ....     '.' = gap or padding, always zero in gradients
@@ -84,7 +85,9 @@ class FlatLayout:
             alignment: every slot and every shard starts at a multiple of this many elements.
         """
         if world_size < 1 or alignment < 1:
-            raise ValueError(f"world_size and alignment must be at least 1, got {world_size} and {alignment}.")
+            raise ValueError(
+                f"world_size and alignment must be at least 1, got {world_size} and {alignment}."
+            )
         slots, end = [], 0
         for numel in numels:
             slots.append(Slot(end, numel))

@@ -23,14 +23,18 @@ class MemoryRow(NamedTuple):
     measured_bytes: int
 
 
-def memory_report(engine: ZeroEngine | None, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[MemoryRow]:
+def memory_report(
+    engine: ZeroEngine | None, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[MemoryRow]:
     """The rows for a sharded module, or for a plain one (``engine`` None)."""
     return _plain_report(module, optimizers) if engine is None else _sharded_report(engine)
 
 
 def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
     trainable = [b for b in engine.buffers if any(h.param.requires_grad for h in b.handles)]
-    shard_bytes = {buffer: buffer.nbytes // engine.collectives.world_size for buffer in engine.buffers}
+    shard_bytes = {
+        buffer: buffer.nbytes // engine.collectives.world_size for buffer in engine.buffers
+    }
     weights = engine.weights
     is_sharded = isinstance(weights, ShardedWeights)
     state = sum(
@@ -44,15 +48,18 @@ def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
         MemoryRow(
             "model weights",
             sum(shard_bytes.values()) if is_sharded else sum(b.nbytes for b in engine.buffers),
-            sum(_bytes(b.full) * (not is_sharded) + _bytes(b.shard) * b.owns_shard for b in engine.buffers),
+            sum(
+                _bytes(b.full) * (not is_sharded) + _bytes(b.shard) * b.owns_shard
+                for b in engine.buffers
+            ),
         ),
         MemoryRow("gradients", sum(shard_bytes[b] for b in trainable), engine.grads.shard_bytes()),
         MemoryRow("master weights", 0, 0),
         MemoryRow("optimizer state", state, sum(driver.state_bytes() for driver in engine.drivers)),
         MemoryRow(
             "gather window",
-            _window_forecast(weights) if is_sharded else 0,
-            weights.peak_bytes if is_sharded else 0,
+            _window_forecast(weights) if isinstance(weights, ShardedWeights) else 0,
+            weights.peak_bytes if isinstance(weights, ShardedWeights) else 0,
         ),
         MemoryRow("gradient buckets", max(kept, 3 * largest), engine.grads.peak_bytes),
     ]
@@ -83,4 +90,3 @@ def _plain_report(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Me
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-

@@ -1,18 +1,18 @@
 """The user's optimizer, stepping shards.
 
-[Note: what becomes of the user's optimizer]
-The object, its ``param_groups`` with the module's own parameters, its type and its schedulers stay. Its class becomes a
-subclass whose ``step``, ``zero_grad``, ``add_param_group``, ``state_dict`` and ``load_state_dict`` talk to an
-:class:`OptimizerDriver`. The driver owns an *inner* optimizer of the original class, with the same attributes, whose
-parameters are segments of this rank's shards. Before a step the hyper-parameters of the groups are copied to the inner
-groups, and what the step changed in them is copied back.
+[Note: what becomes of the user's optimizer] The object, its ``param_groups`` with the module's own
+parameters, its type and its schedulers stay. Its class becomes a subclass whose ``step``,
+``zero_grad``, ``add_param_group``, ``state_dict`` and ``load_state_dict`` talk to an
+:class:`OptimizerDriver`. The driver owns an *inner* optimizer of the original class, with the same
+attributes, whose parameters are segments of this rank's shards. Before a step the hyper-parameters
+of the groups are copied to the inner groups, and what the step changed in them is copied back.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,19 @@ class OptimizerDriver:
         self._by_param: dict[int, ParamHandle] = {}
         self.inner = inner_optimizer(user)
         self._signature: list[list[int]] = []
-        initial = {p: state for p, state in user.state.items() if state}
+        initial = {cast(nn.Parameter, p): state for p, state in user.state.items() if state}
         user.state = defaultdict(dict)
         self._build()
         if initial:
             import_state(self, initial)
-        user.__dict__.pop("step", None)  # schedulers wrap the instance's step; ours tells them itself
+        user.__dict__.pop(
+            "step", None
+        )  # schedulers wrap the instance's step; ours tells them itself
         user.__dict__[_DRIVER] = self
         user.__class__ = _driven_class(self.plain_class)
 
-    # -- building -----------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
+    # -------------
 
     def _build(self) -> None:
         """(Re)build the segments from the user's groups, keeping the state of what was there."""
@@ -65,14 +68,23 @@ class OptimizerDriver:
         for index, group in enumerate(self.user.param_groups):
             found = [(param, handle_of(param)) for param in group["params"]]
             self.handles.update({entry[0]: index for _, entry in found if entry is not None})
-            self._by_param.update({id(param): entry[0] for param, entry in found if entry is not None})
-            # parameters that are not the module's (Lightning's mock optimizer has one) are stepped as they are
+            self._by_param.update(
+                {id(param): entry[0] for param, entry in found if entry is not None}
+            )
+            # parameters that are not the module's (Lightning's mock optimizer has one) are stepped
+            # as they are
             foreign.append([param for param, entry in found if entry is None])
-        origin = {(seg.buffer, slot): (seg, state) for seg, state in old if state for slot in seg.slots}
+        origin = {
+            (seg.buffer, slot): (seg, state) for seg, state in old if state for slot in seg.slots
+        }
         for buffer in {handle.buffer: None for handle in self.handles}:
             pieces = own_slot_pieces(buffer)
             keys = {
-                slot: (self.handles[handle], id(origin.get((buffer, slot), (None,))[0]))
+                slot: (
+                    self.handles[handle],
+                    id(origin.get((buffer, slot), (None,))[0]),
+                    slot if self._rounds_by_position(buffer, handle) else None,
+                )
                 for slot, handle in enumerate(buffer.handles)
                 if handle in self.handles and slot in pieces
             }
@@ -81,12 +93,24 @@ class OptimizerDriver:
                 self.segments.append(segment)
                 if (buffer, run[0]) in origin:
                     whole, state = origin[buffer, run[0]]
-                    self.inner.state[segment.param] = cut_state(state, whole, segment.start, segment.stop)
+                    self.inner.state[segment.param] = cut_state(
+                        state, whole, segment.start, segment.stop
+                    )
         self.inner.param_groups = [
-            {**group, "params": [s.param for s in self.segments if s.group == index] + foreign[index]}
+            {
+                **group,
+                "params": [s.param for s in self.segments if s.group == index] + foreign[index],
+            }
             for index, group in enumerate(self.user.param_groups)
         ]
         self._signature = self._current_signature()
+
+    def _rounds_by_position(self, buffer: FlatBuffer, handle: ParamHandle) -> bool:
+        """Whether kernels round the last few elements of a tensor differently, so that parameters
+        must not be joined.
+        """
+        is_fused = bool(self.user.param_groups[self.handles[handle]].get("fused"))
+        return is_fused or buffer.dtype not in (torch.float32, torch.float64)
 
     def handle_of(self, param: nn.Parameter) -> ParamHandle | None:
         """The handle of one of the optimizer's parameters; None if it is not the module's."""
@@ -110,10 +134,14 @@ class OptimizerDriver:
         params[at : at + 1] = [part.param for part in new]
         return new
 
-    # -- what the user's optimizer does -------------------------------------------------------------------------
+    # -- what the user's optimizer does
+    # -------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        """One step of the shards. Collective: the first use of the updated weights waits for the other ranks."""
+        """One step of the shards.
+
+        Collective: the first use of the updated weights waits for the other ranks.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,7 +171,9 @@ class OptimizerDriver:
             active += [part for part in parts if flags[part.slots[0]]]
         factor = self.engine.grads.take_scale(self.handles)
         for segment in active:
-            grad = self.engine.grads.buckets[segment.buffer].shard_or_new()[segment.start : segment.stop]
+            grad = self.engine.grads.buckets[segment.buffer].shard_or_new()[
+                segment.start : segment.stop
+            ]
             if factor is not None:
                 grad.mul_(factor)
             segment.param.grad = grad
@@ -173,7 +203,6 @@ class OptimizerDriver:
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group of parameters, e.g. after unfreezing them."""
         self.plain_class.add_param_group(self.user, group)
-        self.engine.finish_communication()
         self._build()
 
     def _refresh(self) -> None:
@@ -189,7 +218,8 @@ class OptimizerDriver:
         groups, saved = self.user.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
             raise ValueError(
-                f"The loaded optimizer state has parameter groups of {[len(g['params']) for g in saved]} parameters,"
+                f"The loaded optimizer state has parameter groups of"
+                f" {[len(g['params']) for g in saved]} parameters,"
                 f" the optimizer has {[len(g['params']) for g in groups]}."
             )
         state = {}
@@ -203,22 +233,31 @@ class OptimizerDriver:
         import_state(self, state)
         self._sync_groups()
 
-    # -- the rest -----------------------------------------------------------------------------------------------
+    # -- the rest ----------------------------------------------------------------------------------
+    # -------------
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state on this rank."""
-        tensors = [v for state in self.inner.state.values() for v in state.values() if isinstance(v, Tensor)]
+        tensors = [
+            v
+            for state in self.inner.state.values()
+            for v in state.values()
+            if isinstance(v, Tensor)
+        ]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def close(self) -> None:
-        """Let go of the shards. The state stays and can still be saved, but no step is possible any more."""
+        """Let go of the shards.
+
+        The state stays and can still be saved, but no step is possible any more.
+        """
         for segment in self.segments:
             segment.param.grad = None
             segment.param.data = segment.param.new_empty(0)
 
 
 def inner_optimizer(user: Optimizer) -> Optimizer:
-    """An optimizer of the same class and attributes with no parameters, state and hooks of its own."""
+    """An optimizer of the same class and attributes, without parameters, state and hooks."""
     inner: Optimizer = object.__new__(type(user))
     inner.__dict__.update({key: value for key, value in user.__dict__.items() if key != "step"})
     for key, value in user.__dict__.items():
@@ -236,12 +275,19 @@ def driver_of(optimizer: Any) -> OptimizerDriver | None:
 
 def _driven_class(plain: type) -> type:
     if plain not in _classes:
-        _classes[plain] = type(plain.__name__, (_Driven, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
+        _classes[plain] = type(
+            plain.__name__,
+            (_Driven, plain),
+            {"__module__": plain.__module__, "__qualname__": plain.__qualname__},
+        )
     return _classes[plain]
 
 
 class _Driven:
-    """Overrides of a driven optimizer. ``self`` may be Lightning's wrapper, which passes attribute reads on."""
+    """Overrides of a driven optimizer.
+
+    ``self`` may be Lightning's wrapper, which passes attribute reads on.
+    """
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         driver: OptimizerDriver = getattr(self, _DRIVER)

@@ -19,7 +19,8 @@ def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
 
     Args:
         driver: the driver.
-        is_wanted: whether this rank keeps the result; others take part and return no tensors of parameters.
+        is_wanted: whether this rank keeps the result; others take part and return no tensors of
+            parameters.
     """
     collectives = driver.engine.collectives
     own: dict[tuple[int, int], dict[str, Any]] = {}
@@ -44,14 +45,21 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _gather_buffer(
-    driver: OptimizerDriver, buffer: FlatBuffer, described: dict[tuple[int, int], dict[str, Any]], is_wanted: bool
+    driver: OptimizerDriver,
+    buffer: FlatBuffer,
+    described: dict[tuple[int, int], dict[str, Any]],
+    is_wanted: bool,
 ) -> dict[ParamHandle, dict[str, Any]]:
-    """The full state of the parameters of one buffer, one flat tensor per entry and dtype at a time."""
+    """The full state of the parameters of one buffer, one flat tensor per entry and dtype at a
+    time.
+    """
     full: dict[ParamHandle, dict[str, Any]] = {}
     flats: dict[tuple[str, torch.dtype], None] = {}
     for handle in buffer.handles:
         for key, value in described.get((buffer.index, handle.index), {}).items():
-            full.setdefault(handle, {})[key] = value  # a placeholder where it is a dtype: keeps the order of keys
+            full.setdefault(handle, {})[key] = (
+                value  # a placeholder where it is a dtype: keeps the order of keys
+            )
             if isinstance(value, torch.dtype):
                 flats[key, value] = None
     for key, dtype in flats:
@@ -62,7 +70,9 @@ def _gather_buffer(
             if segment.buffer is buffer and is_per_element(value, segment) and value.dtype == dtype:
                 shard[segment.start : segment.stop].copy_(value)
         flat = torch.empty(layout.numel, dtype=dtype, device=buffer.device)
-        driver.engine.collectives.start_all_gather(flat, shard, f"'{key}' of {buffer.name}", buffer.index).wait()
+        driver.engine.collectives.start_all_gather(
+            flat, shard, f"'{key}' of {buffer.name}", buffer.index
+        ).wait()
         for handle, entries in full.items():
             if entries.get(key) is dtype:
                 view = handle.strided(flat, layout.slots[handle.index].offset)
@@ -78,7 +88,9 @@ def _pack(driver: OptimizerDriver, full: dict[ParamHandle, dict[str, Any]]) -> d
         packed["params"] = list(range(index, index + len(group["params"])))
         for param in group["params"]:
             handle = driver.handle_of(param)
-            entries = full.get(handle, {}) if handle is not None else driver.inner.state.get(param, {})
+            entries = (
+                full.get(handle, {}) if handle is not None else driver.inner.state.get(param, {})
+            )
             if entries:
                 state[index] = dict(entries)
             index += 1
@@ -87,7 +99,9 @@ def _pack(driver: OptimizerDriver, full: dict[ParamHandle, dict[str, Any]]) -> d
 
 
 def import_state(driver: OptimizerDriver, state: dict[nn.Parameter, dict[str, Any]]) -> None:
-    """Give the segments their parts of full states; segments whose parameters differ in scalar entries are cut."""
+    """Give the segments their parts of full states; segments whose parameters differ in scalar
+    entries are cut.
+    """
     by_handle: dict[ParamHandle, dict[str, Any]] = {}
     for param, entries in state.items():
         handle = driver.handle_of(param)
@@ -97,18 +111,23 @@ def import_state(driver: OptimizerDriver, state: dict[nn.Parameter, dict[str, An
             by_handle[handle] = entries
     for segment in list(driver.segments):
         kinds: list[dict[str, Any]] = []
-        key = {slot: _kind(segment.buffer.handles[slot], by_handle, kinds) for slot in segment.slots}
+        key = {
+            slot: _kind(segment.buffer.handles[slot], by_handle, kinds) for slot in segment.slots
+        }
         parts = runs(segment.slots, key)
         for part in driver.split(segment, parts) if len(parts) > 1 else [segment]:
-            entries = by_handle.get(part.buffer.handles[part.slots[0]])
-            if entries:
-                driver.inner.state[part.param] = {
-                    name: _local(name, value, part, by_handle) for name, value in entries.items()
-                }
+            first = by_handle.get(part.buffer.handles[part.slots[0]], {})
+            local = {name: _local(name, value, part, by_handle) for name, value in first.items()}
+            if local:
+                driver.inner.state[part.param] = local
 
 
-def _kind(handle: ParamHandle, by_handle: dict[ParamHandle, dict[str, Any]], kinds: list[dict[str, Any]]) -> int:
-    """Parameters of the same kind have the same entries and agree in those that are not per element."""
+def _kind(
+    handle: ParamHandle, by_handle: dict[ParamHandle, dict[str, Any]], kinds: list[dict[str, Any]]
+) -> int:
+    """Parameters of the same kind have the same entries and agree in those that are not per
+    element.
+    """
     entries = by_handle.get(handle, {})
     shape = handle.placeholder.shape
     kind = {k: v.dtype if _is_full(k, v, shape) else v for k, v in entries.items()}
@@ -137,6 +156,7 @@ def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[s
         piece = buffer.layout.piece(handle.index, buffer.rank)
         offset = buffer.layout.slots[handle.index].offset
         flat = buffer.flatten(handle, by_handle[handle][name].detach())
-        local[start - part.start : stop - part.start].copy_(flat[piece.start - offset : piece.stop - offset])
+        local[start - part.start : stop - part.start].copy_(
+            flat[piece.start - offset : piece.stop - offset]
+        )
     return local
-

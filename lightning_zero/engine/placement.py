@@ -1,12 +1,14 @@
 """What differs between the stages: one row of data each.
 
-| stage | model weights | gradients                                        | optimizer state, master weights |
-|-------|---------------|--------------------------------------------------|---------------------------------|
-| 1     | replicated    | unreduced until the accumulation boundary        | sharded                         |
-| 2     | replicated    | sharded                                          | sharded                         |
-| 3     | sharded       | sharded                                          | sharded                         |
+| stage | model weights | gradients                         | optimizer state, master weights |
+|-------|---------------|-----------------------------------|---------------------------------|
+| 1     | replicated    | unreduced until the accumulation  | sharded                         |
+|       |               | boundary, then sharded            |                                 |
+| 2     | replicated    | sharded                           | sharded                         |
+| 3     | sharded       | sharded                           | sharded                         |
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+section 5.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Finds out whether an optimizer may be sharded: whether it treats every element alike.
 
-Sharding cuts tensors at arbitrary places. That changes nothing for an optimizer whose update of an element depends on that
-element's own weight, gradient and state only. Others (LBFGS, LAMB, Adafactor, Muon, ...) need whole parameters, and
-would finish with other numbers without a word. Which is which is not in an optimizer's name, so it is tried out: a few
-steps on small tensors, whole and cut to pieces, have to give the same.
+Sharding cuts tensors at arbitrary places. That changes nothing for an optimizer whose update of an
+element depends on that element's own weight, gradient and state only. Others (LBFGS, LAMB,
+Adafactor, Muon, ...) need whole parameters, and would finish with other numbers without a word.
+Which is which is not in an optimizer's name, so it is tried out: a few steps on small tensors,
+whole and cut to pieces, have to give the same.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ from torch.optim import Optimizer
 from lightning_zero.engine.optimizer import inner_optimizer
 
 _ELEMENT_WISE = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
+    {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "Adagrad",
+        "Adadelta",
+        "RMSprop",
+        "Rprop",
+        "ASGD",
+    }
 )
 _NOT_ELEMENT_WISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
 _SHAPES = ((4, 6), (5,))
 _CUTS = (7, 20)  # through the middle of a row, and of the second tensor
 _STEPS = 3
 _ADVICE = (
-    "Use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, ... or your own), or train with strategy='ddp'."
+    "Use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, ... or your own), or train"
+    " with strategy='ddp'."
 )
 
 
@@ -38,12 +52,15 @@ def check_element_wise(user: Optimizer) -> None:
         if name in _ELEMENT_WISE:
             return
         if name in _NOT_ELEMENT_WISE:
-            raise NotImplementedError(f"The optimizer {name} needs whole parameters, but ZeRO shards them. {_ADVICE}")
+            raise NotImplementedError(
+                f"The optimizer {name} needs whole parameters, but ZeRO shards them. {_ADVICE}"
+            )
     try:
         reason = _difference(user)
     except Exception as error:
         raise NotImplementedError(
-            f"The optimizer {name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is not known"
+            f"The optimizer {name} could not be tried on small tensors ({type(error).__name__}:"
+            f" {error}), so it is not known"
             f" whether it treats every element alike. {_ADVICE}"
         ) from error
     if reason is not None:
@@ -60,7 +77,9 @@ def _difference(user: Optimizer) -> str | None:
     if calls != _STEPS:
         return f"its step calls the closure {calls // _STEPS} times instead of once"
     pieces = []
-    for piece, piece_grads in zip(_cut(_flat(start)), zip(*[_cut(_flat(g)) for g in grads], strict=True), strict=True):
+    for piece, piece_grads in zip(
+        _cut(_flat(start)), zip(*[_cut(_flat(g)) for g in grads], strict=True), strict=True
+    ):
         result, _ = _run(user, [piece], [[grad] for grad in piece_grads])
         pieces.append(result)
     if not torch.allclose(torch.cat(pieces), whole, rtol=1e-5, atol=1e-7):
@@ -82,10 +101,10 @@ def _run(user: Optimizer, start: list[Tensor], grads: list[list[Tensor]]) -> tup
     optimizer = _small_optimizer(user, params)
     calls = 0
 
-    def closure() -> Tensor:
+    def closure() -> float:
         nonlocal calls
         calls += 1
-        return torch.tensor(0.0)
+        return 0.0
 
     for step_grads in grads:
         for param, grad in zip(params, step_grads, strict=True):
@@ -95,13 +114,17 @@ def _run(user: Optimizer, start: list[Tensor], grads: list[list[Tensor]]) -> tup
 
 
 def _small_optimizer(user: Optimizer, params: list[nn.Parameter]) -> Optimizer:
-    options = {key: copy.deepcopy(value) for key, value in user.param_groups[0].items() if key != "params"}
+    options = {
+        key: copy.deepcopy(value) for key, value in user.param_groups[0].items() if key != "params"
+    }
     if "lr" in options:
         options["lr"] = 0.1  # a schedule may begin with 0
     accepted = inspect.signature(type(user).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     try:
-        return type(user)(params, **{k: v for k, v in options.items() if takes_all or k in accepted})  # type: ignore[call-arg]
+        return type(user)(
+            params, **{k: v for k, v in options.items() if takes_all or k in accepted}
+        )
     except TypeError:
         inner: Any = inner_optimizer(user)
         inner.param_groups = [{**options, "params": params}]
@@ -109,10 +132,16 @@ def _small_optimizer(user: Optimizer, params: list[nn.Parameter]) -> Optimizer:
 
 
 def state_bytes_per_element(user: Optimizer, dtype: torch.dtype) -> int:
-    """Bytes of state that an element-wise optimizer keeps for each element of a parameter of ``dtype``."""
+    """Bytes of state that an element-wise optimizer keeps for each element of a parameter of
+    ``dtype``.
+    """
     param = nn.Parameter(torch.zeros(_SHAPES[0], dtype=dtype))
     param.grad = torch.ones_like(param)
     optimizer = _small_optimizer(user, [param])
     optimizer.step()
-    per_element = [v for v in optimizer.state[param].values() if isinstance(v, Tensor) and v.shape == param.shape]
+    per_element = [
+        v
+        for v in optimizer.state[param].values()
+        if isinstance(v, Tensor) and v.shape == param.shape
+    ]
     return sum(v.element_size() for v in per_element)

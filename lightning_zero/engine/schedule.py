@@ -11,8 +11,10 @@ T = TypeVar("T", bound=Hashable)
 class Schedule(Generic[T]):
     """Remembers what followed each pair of uses, in forward and in backward separately.
 
-    Pairs instead of positions in a list, because a step may contain several forwards and backwards (GAN), and a model
-    may take another path now and then: the prediction is right again two uses later. All ranks that use the same units
+    Pairs instead of positions in a list, because a step may contain several forwards and backwards
+    (GAN), and a model
+    may take another path now and then: the prediction is right again two uses later. All ranks that
+        use the same units
     in the same order predict the same, which is what makes prefetching collective.
     """
 
@@ -34,7 +36,9 @@ class Schedule(Generic[T]):
         return True
 
     def upcoming(self) -> Iterator[T]:
-        """What will probably be used next, nearest first; ends where nothing is known or a use repeats."""
+        """What will probably be used next, nearest first; ends where nothing is known or a use
+        repeats.
+        """
         state, seen = self._last, set()
         while state in self._next and state not in seen:
             seen.add(state)

@@ -1,8 +1,10 @@
-"""Contiguous pieces of shards that an optimizer sees as its parameters, and what happens to its state when they are cut.
+"""Contiguous pieces of shards that an optimizer sees as its parameters, and what happens to its
+state when they are cut.
 
-An element-wise optimizer treats every element alike, so neighbouring parameters of one group are stepped as one tensor.
-They have to be told apart when only some of them have a gradient (``grad=None`` leaves a parameter alone, momentum and
-step count included): then the segment is cut for good, and its state with it.
+An element-wise optimizer treats every element alike, so neighbouring parameters of one group are
+stepped as one tensor. They have to be told apart when only some of them have a gradient
+(``grad=None`` leaves a parameter alone, momentum and step count included): then the segment is cut
+for good, and its state with it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from lightning_zero.engine.buffer import FlatBuffer
 
 @dataclass(eq=False)
 class Segment:
-    """Elements ``start .. stop`` of a shard, belonging to consecutive parameters of one optimizer group.
+    """Elements ``start .. stop`` of a shard, belonging to consecutive parameters of one optimizer
+    group.
 
     Attributes:
         group: index of the optimizer's parameter group.
@@ -36,16 +39,22 @@ class Segment:
     param: nn.Parameter
 
 
-def make_segment(group: int, buffer: FlatBuffer, slots: Iterable[int], pieces: dict[int, tuple[int, int]]) -> Segment:
+def make_segment(
+    group: int, buffer: FlatBuffer, slots: Iterable[int], pieces: dict[int, tuple[int, int]]
+) -> Segment:
     """The segment from the first to the last of ``slots``; gaps between them belong to it."""
     slots = tuple(slots)
     start, stop = pieces[slots[0]][0], pieces[slots[-1]][1]
-    return Segment(group, buffer, slots, start, stop, nn.Parameter(buffer.shard[start:stop], requires_grad=True))
+    is_trainable = buffer.dtype.is_floating_point or buffer.dtype.is_complex
+    param = nn.Parameter(buffer.shard[start:stop], requires_grad=is_trainable)
+    return Segment(group, buffer, slots, start, stop, param)
 
 
 def own_slot_pieces(buffer: FlatBuffer) -> dict[int, tuple[int, int]]:
     """The slots with a piece in this rank's shard, as element ranges of the shard."""
-    return {handle.index: (start, stop) for handle, start, stop in buffer.own_pieces() if start < stop}
+    return {
+        handle.index: (start, stop) for handle, start, stop in buffer.own_pieces() if start < stop
+    }
 
 
 def runs(slots: Iterable[int], key: dict[int, Any]) -> list[list[int]]:
@@ -61,11 +70,18 @@ def runs(slots: Iterable[int], key: dict[int, Any]) -> list[list[int]]:
 
 def is_per_element(value: Any, segment: Segment) -> bool:
     """Whether an entry of the optimizer's state has one number per element of the segment."""
-    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == segment.stop - segment.start
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 1
+        and value.numel() == segment.stop - segment.start
+    )
 
 
 def cut_state(state: dict[str, Any], segment: Segment, start: int, stop: int) -> dict[str, Any]:
-    """The state of elements ``start .. stop`` of the shard, taken from that of a segment that contains them."""
+    """The state of elements ``start ..
+
+    stop`` of the shard, taken from that of a segment that contains them.
+    """
     cut = {}
     for key, value in state.items():
         if is_per_element(value, segment):
@@ -73,7 +89,8 @@ def cut_state(state: dict[str, Any], segment: Segment, start: int, stop: int) ->
         elif isinstance(value, Tensor):
             if value.numel() > 1:
                 raise NotImplementedError(
-                    f"The optimizer keeps '{key}' of shape {tuple(value.shape)} for {segment.stop - segment.start} elements."
+                    f"The optimizer keeps '{key}' of shape {tuple(value.shape)} for"
+                    f" {segment.stop - segment.start} elements."
                     " Only optimizers that treat every element alike can be sharded."
                 )
             cut[key] = value.clone()

@@ -1,11 +1,12 @@
 """Which parameters are gathered together: the units, chosen without the user's help.
 
 [Note: how units are chosen]
-Top down: a module whose parameters take at most a quarter of the whole model (between ``bucket_bytes`` and 256 MiB) is
-one unit, and a larger one is split along its children. That makes the repeated blocks of a network units, and large
-embeddings or heads units of their own. Neighbours smaller than ``bucket_bytes`` share a unit, so that the number of
-collectives is bounded by bytes, not by parameters. What is left over, and every parameter that modules of
-different units share, belongs to the root unit.
+Top down: a module whose parameters take at most a quarter of the whole model (between
+``bucket_bytes`` and 256 MiB) is one unit, and a larger one is split along its children. That makes
+the repeated blocks of a network units, and large embeddings or heads units of their own. Neighbours
+smaller than ``bucket_bytes`` share a unit, so that the number of collectives is bounded by bytes,
+not by parameters. What is left over, and every parameter that modules of different units share,
+belongs to the root unit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _MIN_UNITS = 4
 
 @dataclass
 class UnitPlan:
-    """A unit to be: its name and parameters (fqn -> parameter), and the modules that it was chosen for."""
+    """A unit to be: its name and parameters (fqn -> parameter), and the modules that it was chosen
+    for.
+    """
 
     name: str
     params: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -65,13 +68,17 @@ class ZeroUnit:
         num_holds: how many of the pins are `full_params` contexts, which outlast the end of a step.
         is_gathering: a gather has been started and not been waited for.
         open_inputs: calls of a unit without gradients of its own whose backward has not passed yet.
-        num_calls, is_recomputed: module calls since the last backward, and whether this backward has called modules again.
-        versions: version counters of the parameters when the unit was gathered; a change is a write by the module.
+        num_calls, is_recomputed: module calls since the last backward, and whether this backward
+            has called modules again.
+        versions: version counters of the parameters when the unit was gathered; a change is a write
+            by the module.
     """
 
     def __init__(self, index: int, name: str, buffers: list[FlatBuffer]) -> None:
         self.index, self.name, self.buffers = index, name, buffers
-        self.handles: list[ParamHandle] = [handle for buffer in buffers for handle in buffer.handles]
+        self.handles: list[ParamHandle] = [
+            handle for buffer in buffers for handle in buffer.handles
+        ]
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.pins = self.num_holds = 0
         self.is_gathering = False
@@ -91,7 +98,9 @@ class ZeroUnit:
         if phase is self._phase:
             return
         if (self._phase, phase) not in _ALLOWED:
-            raise RuntimeError(f"Invalid transition {self._phase.name} -> {phase.name} for unit '{self.name}'.")
+            raise RuntimeError(
+                f"Invalid transition {self._phase.name} -> {phase.name} for unit '{self.name}'."
+            )
         self._phase = phase
 
     @property
@@ -116,12 +125,15 @@ class ZeroUnit:
             handle.param.__class__ = handle.guard_class
 
     def changed_since(self, versions: list[int]) -> list[ParamHandle]:
-        """The parameters that were changed in place, or whose data were replaced, since ``versions`` were taken."""
+        """The parameters that were changed in place, or whose data were replaced, since
+        ``versions`` were taken.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return [
                 handle
                 for handle, version in zip(self.handles, versions, strict=True)
-                if handle.param._version != version or handle.param.data_ptr() != handle.view.data_ptr()
+                if handle.param._version != version
+                or handle.param.data_ptr() != handle.view.data_ptr()
             ]
 
     def current_versions(self) -> list[int]:
@@ -211,7 +223,9 @@ class _Planner:
         small.clear()
 
 
-def plan_units(root: nn.Module, bucket_bytes: int, unit_classes: tuple[type, ...] = ()) -> list[UnitPlan]:
+def plan_units(
+    root: nn.Module, bucket_bytes: int, unit_classes: tuple[type, ...] = ()
+) -> list[UnitPlan]:
     """Divide the parameters of ``root`` into units. See [Note: how units are chosen].
 
     Every parameter is in exactly one unit. The root unit, if it is not empty, comes first.

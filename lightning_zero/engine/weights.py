@@ -1,8 +1,9 @@
 """When the full weights are there: the two placements of model weights behind one interface.
 
-Callers ``enter`` and ``leave`` a unit around every module call that uses it, and ``need`` it in backward. Replicated
-weights are always there, but after a step a unit has to wait for the other ranks' updates. Sharded weights are gathered
-ahead of their use and freed after it, within a byte window.
+Callers ``enter`` and ``leave`` a unit around every module call that uses it, and ``need`` it in
+backward. Replicated weights are always there, but after a step a unit has to wait for the other
+ranks' updates. Sharded weights are gathered ahead of their use and freed after it, within a byte
+window.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Weights(abc.ABC):
     """The model weights of all units."""
 
     has_storage_of_its_own: bool
-    """Whether a full value handed out is a copy (sharded) or the parameter's own memory (replicated)."""
+    """Whether a full value handed out is a copy (sharded) or the parameter's own memory
+    (replicated).
+    """
 
     def __init__(self, units: Sequence[ZeroUnit]) -> None:
         self.units = units
@@ -39,11 +42,16 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def release_all(self) -> None:
-        """End of a backward, a step or an evaluation step: nothing stays gathered, every parameter is guarded."""
+        """End of a backward, a step or an evaluation step: nothing stays gathered, every parameter
+        is guarded.
+        """
 
     @abc.abstractmethod
     def fetch(self, unit: ZeroUnit) -> None:
-        """Fill the flat buffers of a resting unit for good, when the run ends. Collective if they are sharded."""
+        """Fill the flat buffers of a resting unit for good, when the run ends.
+
+        Collective if they are sharded.
+        """
 
     @abc.abstractmethod
     def start_refresh(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -77,7 +85,9 @@ class Weights(abc.ABC):
 
 
 class ReplicatedWeights(Weights):
-    """Every rank holds all weights; a step updates this rank's shard and the others' arrive unit by unit."""
+    """Every rank holds all weights; a step updates this rank's shard and the others' arrive unit by
+    unit.
+    """
 
     has_storage_of_its_own = False
 
@@ -101,7 +111,10 @@ class ReplicatedWeights(Weights):
         unit.wait()
 
     def start_refresh(self, buffers: Iterable[FlatBuffer]) -> None:
-        """See the base class. All gathers are started at once, in the order of the forward; the forward waits."""
+        """See the base class.
+
+        All gathers are started at once, in the order of the forward; the forward waits.
+        """
         updated = set(buffers)
         for unit in self.units:
             for buffer in unit.buffers:
@@ -123,11 +136,12 @@ class ReplicatedWeights(Weights):
 class ShardedWeights(Weights):
     """Every rank holds its shard; units are gathered when they are used.
 
-    [Note: the gather window]
-    A unit is gathered when a module call or a node of the backward needs it, and units that will probably follow are
-    prefetched. Units that are not in use are freed, least recently used first, as soon as another one needs their place
-    in the window. So the last units of the forward are still there when the backward begins. In backward a unit is
-    freed when all its gradients have arrived. The unit in use and the one after it are allowed beyond the window.
+    [Note: the gather window] A unit is gathered when a module call or a node of the backward needs
+    it, and units that will probably follow are prefetched. Units that are not in use are freed,
+    least recently used first, as soon as another one needs their place in the window. So the last
+    units of the forward are still there when the backward begins. In backward a unit is freed when
+    all its gradients have arrived. The unit in use and the one after it are allowed beyond the
+    window.
     """
 
     has_storage_of_its_own = True
