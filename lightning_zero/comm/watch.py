@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d

@@ -38,7 +38,7 @@ def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
     weights = engine.weights
     is_sharded = isinstance(weights, ShardedWeights)
     state = sum(
-        (segment.stop - segment.start) * state_bytes_per_element(driver.user, segment.buffer.dtype)
+        (segment.stop - segment.start) * state_bytes_per_element(driver.inner, segment.buffer.dtype)
         for driver in engine.drivers
         for segment in driver.segments
     )

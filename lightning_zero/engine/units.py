@@ -195,11 +195,15 @@ class _Planner:
             if not unit.params:
                 continue
             is_chosen = isinstance(child, self._unit_classes)
-            if not is_chosen and unit.nbytes < self._bucket_bytes:
+            holds_chosen = not is_chosen and any(
+                isinstance(module, self._unit_classes) for module in child.modules()
+            )
+            if not is_chosen and not holds_chosen and unit.nbytes < self._bucket_bytes:
                 small.append(self._claim(unit))
                 continue
             self._merge(small)
-            if is_chosen or unit.nbytes <= self._limit or not any(True for _ in child.children()):
+            is_small_enough = unit.nbytes <= self._limit and not holds_chosen
+            if is_chosen or is_small_enough or not any(True for _ in child.children()):
                 self.units.append(self._claim(unit))
             else:
                 self._split(child, child_name, seen)

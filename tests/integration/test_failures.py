@@ -1,0 +1,194 @@
+"""Runs that go wrong end soon, on every rank, and say why.
+
+These are scripts under Lightning's own launcher, since half of what is tested is how the processes
+end: a user must neither wait for a hung run nor look for the cause in the noise of the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripts import ScriptResult, run_script
+
+# Every layer is a unit of its own, as the layers of a large model are.
+ZERO3 = "lightning_zero.ZeroStrategy(3, bucket_bytes=1)"
+# Imports and the start of two processes included.
+SECONDS_TO_END = 60.0
+
+SCRIPT = """
+import os, signal, sys, time
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+import lightning_zero
+
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(24, 8), batch_size=2)
+
+
+{body}
+
+if __name__ == "__main__":
+    strategy = {strategy}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Case())
+    print("FINISHED", trainer.global_step)
+"""
+
+
+def _run(folder: Path, body: str, strategy: str) -> ScriptResult:
+    source = SCRIPT.format(body=body, strategy=strategy)
+    return run_script(source, folder, timeout=SECONDS_TO_END)
+
+
+def _assert_all_failed(result: ScriptResult, *messages: str) -> None:
+    assert result.returncode != 0, result.output
+    assert "FINISHED" not in result.output
+    assert all(code != 0 for code in result.exit_codes.values()), result
+    for message in messages:
+        assert message in result.output, result.output
+
+
+RAISES = """
+class Case(Lit):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == {rank}:
+            raise LookupError("the planned mishap")
+        return super().training_step(batch, batch_idx)
+"""
+
+RAISES_IN_BACKWARD = """
+class Case(Lit):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.global_rank == 1:
+            loss.register_hook(self.refuse)
+        return loss
+
+    def refuse(self, grad):
+        raise LookupError("the planned mishap")
+"""
+
+IS_KILLED = """
+class Case(Lit):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+"""
+
+READS_ON_ONE_RANK = """
+class Case(Lit):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 0:
+            print(self.layers[1].weight.norm())
+"""
+
+SAVES_ON_ONE_RANK = """
+class Case(Lit):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 0:
+            self.trainer.save_checkpoint("one_rank.ckpt")
+"""
+
+USES_A_LAYER_ON_ONE_RANK = """
+class Case(Lit):
+    def forward(self, x):
+        x = self.layers[0](x)
+        if self.global_rank == 1:
+            x = x + self.layers[1](x)
+        return self.layers[2](x)
+"""
+
+UNEVEN_BATCHES = """
+class Rows(IterableDataset):
+    def __iter__(self):
+        for _ in range(2 * (4 if os.environ["LOCAL_RANK"] == "0" else 6)):
+            yield torch.randn(8)
+
+
+class Case(Lit):
+    def train_dataloader(self):
+        return DataLoader(Rows(), batch_size=2)
+"""
+
+LBFGS = """
+class Case(Lit):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("'zero1'", 1), ("'zero2'", 0), (ZERO3, 1)]
+)
+def test_a_rank_that_raises_ends_the_run(strategy: str, rank: int, tmp_path: Path) -> None:
+    result = _run(tmp_path, RAISES.format(rank=rank), strategy)
+    _assert_all_failed(result, "LookupError: the planned mishap")
+
+
+def test_a_rank_that_raises_in_backward_ends_the_run(tmp_path: Path) -> None:
+    result = _run(tmp_path, RAISES_IN_BACKWARD, ZERO3)
+    _assert_all_failed(result, "LookupError: the planned mishap")
+
+
+def test_a_rank_that_is_killed_ends_the_run(tmp_path: Path) -> None:
+    _assert_all_failed(_run(tmp_path, IS_KILLED, ZERO3))
+
+
+def test_a_parameter_read_on_one_rank_is_named(tmp_path: Path) -> None:
+    result = _run(tmp_path, READS_ON_ONE_RANK, ZERO3)
+    _assert_all_failed(result, "layers.1.weight")
+
+
+def test_a_checkpoint_saved_on_one_rank_is_an_error(tmp_path: Path) -> None:
+    result = _run(tmp_path, SAVES_ON_ONE_RANK, ZERO3)
+    _assert_all_failed(result)
+
+
+def test_a_layer_used_on_one_rank_is_named(tmp_path: Path) -> None:
+    result = _run(tmp_path, USES_A_LAYER_ON_ONE_RANK, ZERO3)
+    _assert_all_failed(result, "layers.1")
+
+
+@pytest.mark.parametrize("strategy", ["'zero1'", ZERO3])
+def test_uneven_batch_counts_are_an_error(strategy: str, tmp_path: Path) -> None:
+    result = _run(tmp_path, UNEVEN_BATCHES, strategy)
+    _assert_all_failed(result)
+
+
+def test_a_refused_optimizer_ends_every_rank(tmp_path: Path) -> None:
+    result = _run(tmp_path, LBFGS, "'zero2'")
+    _assert_all_failed(result)
+    assert result.output.count("LBFGS") >= 2
+    assert set(result.exit_codes) == {0, 1}
+
+
+def test_the_script_of_these_tests_trains_when_nothing_is_wrong(tmp_path: Path) -> None:
+    result = _run(tmp_path, "class Case(Lit): pass", ZERO3)
+    assert result.returncode == 0, result.output
+    assert result.exit_codes == {0: 0, 1: 0}
+    assert result.output.count("FINISHED 6") == 2
