@@ -26,10 +26,11 @@ from lightning_zero.comm.watch import open_sockets
 from lightning_zero.config import MEBIBYTE, ZeroConfig
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
-from lightning_zero.engine.optimizer import driver_of, parameters_of
+from lightning_zero.engine.optimizer import driver_of, parameters_of, release_optimizer
 from lightning_zero.engine.optimizer_state import export_state
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.probe import check_element_wise
+from lightning_zero.errors import ZeroError
 from lightning_zero.precision import adapt_precision
 
 if TYPE_CHECKING:
@@ -190,6 +191,7 @@ class ZeroStrategy(DDPStrategy):
             optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))
         ]
         for optimizer in driven:
+            release_optimizer(optimizer)
             check_element_wise(optimizer)
         if self.root_device.type == "cpu":
             allocator.retain_freed_memory()
@@ -344,9 +346,13 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks."""
-        if self._collectives.watch is not None:
-            self._collectives.watch.report_failure(exception)
+        """Tell the other ranks, or say what they told."""
+        watch = self._collectives.watch
+        if watch is not None:
+            watch.report_failure(exception)
+            if watch.reason is not None and not isinstance(exception, ZeroError):
+                # one of Lightning's own collectives was interrupted
+                exception.args = (f"{watch.reason} ({exception})",)
         super().on_exception(exception)
 
     @override

@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 from lightning_zero.errors import PeerFailedError, RankMismatchError, ZeroError
 
 _POLL_SECONDS = 0.5
+_SUSPICIOUS_SECONDS = 2.0
 _EXIT_GRACE_SECONDS = 10.0
 _READ_STALL = timedelta(seconds=6)
 
@@ -66,7 +67,9 @@ def _collective_frame(frame: FrameType | None) -> str | None:
         return None
     name = frame.f_code.co_name
     while frame is not None and "torch/distributed" in frame.f_code.co_filename:
-        name, frame = frame.f_code.co_name, frame.f_back
+        if frame.f_code.co_name != "wrapper":  # the one that logs and times collectives
+            name = frame.f_code.co_name
+        frame = frame.f_back
     where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "unknown"
     return f"torch.distributed.{name} called at {where}"
 
@@ -104,7 +107,8 @@ class StallWatch:
         try:
             yield
         except RuntimeError as error:
-            raise self.explain(error, label) from error
+            explained = self.explain(error, label)
+            raise explained from (None if explained is self.reason else error)
         finally:
             self._label = None
 
@@ -170,7 +174,7 @@ class StallWatch:
             try:
                 if place is not None and self._peer_failed():
                     return self._interrupt()
-                if place is None or seconds < self._limit_seconds() / 2:
+                if place is None or seconds < _SUSPICIOUS_SECONDS:
                     suspicions = 0
                     if published:
                         published = self._publish(None, 0.0)
@@ -185,10 +189,6 @@ class StallWatch:
             ):  # the store is gone: the run is over or rank 0 has left
                 return None
         return None
-
-    def _limit_seconds(self) -> float:
-        limit = min(self.timeout, _READ_STALL) if self._is_read else self.timeout
-        return limit.total_seconds()
 
     def _blocked_place(self) -> str | None:
         label, since = self._label, self._since
@@ -234,11 +234,10 @@ class StallWatch:
             return False
         lines = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in sorted(places))
         self.reason = RankMismatchError(
-            f"The ranks wait for different operations and none can finish: {lines}. Under stage 3"
-            f" every rank has to use the"
-            " same modules and read the same parameters in the same order. Where ranks take"
-            " different paths, wrap the code"
-            " in `lightning_zero.full_params(module)` or use stage 2."
+            f"The ranks wait for different operations and none can finish: {lines}. Every rank has to"
+            " train on the same number of batches; under stage 3 it also has to use the same modules"
+            " and read the same parameters in the same order. Where ranks take different paths, wrap"
+            " the code in `lightning_zero.full_params(module)` or use stage 2."
         )
         return True
 

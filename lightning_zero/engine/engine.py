@@ -18,7 +18,7 @@ from lightning_zero.engine.access import EngineAccess
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.grads import GradReducer
 from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, watch_saved_tensors
-from lightning_zero.engine.optimizer import OptimizerDriver, restore_class
+from lightning_zero.engine.optimizer import OptimizerDriver
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
@@ -373,6 +373,8 @@ class ZeroEngine:
             hook.remove()
         self._hooks.clear()
         if gather:
+            # a rank that leaves early would leave the others waiting for it
+            self.collectives.all_gather_object(None, "the end of the run")
             self.end_backward()
             self.grads.wait()
             self._release_weights()
@@ -395,8 +397,3 @@ class ZeroEngine:
             guard.abandon(unit.handles)
             for buffer in unit.buffers:
                 buffer.leave_placeholders()
-
-    def detach_optimizers(self) -> None:
-        """Give the optimizers their own classes back (the run is over for good)."""
-        for driver in self.drivers:
-            restore_class(driver)

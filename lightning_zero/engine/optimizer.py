@@ -44,6 +44,7 @@ class OptimizerDriver:
         self.segments: list[Segment] = []
         self.handles: dict[ParamHandle, int] = {}
         self._by_param: dict[int, ParamHandle] = {}
+        self._is_closed = False
         self.inner = inner_optimizer(user)
         self._signature: list[list[int]] = []
         initial = {cast(nn.Parameter, p): state for p, state in user.state.items() if state}
@@ -142,6 +143,12 @@ class OptimizerDriver:
 
         Collective: the first use of the updated weights waits for the other ranks.
         """
+        if self._is_closed:
+            raise RuntimeError(
+                "The run in which this optimizer was sharded has ended, so it can not step any"
+                " more. Start another run with"
+                " `trainer.fit`, or make a new optimizer over the module's parameters."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -251,6 +258,7 @@ class OptimizerDriver:
 
         The state stays and can still be saved, but no step is possible any more.
         """
+        self._is_closed = True
         for segment in self.segments:
             segment.param.grad = None
             segment.param.data = segment.param.new_empty(0)
@@ -316,10 +324,16 @@ class _Driven:
         getattr(self, _DRIVER).load_state_dict(state_dict)
 
 
-def restore_class(driver: OptimizerDriver) -> None:
-    """Give the optimizer its own class back."""
-    driver.user.__dict__.pop(_DRIVER, None)
-    driver.user.__class__ = driver.plain_class
+def release_optimizer(optimizer: Optimizer) -> None:
+    """Make an optimizer that an earlier run has driven a plain one again, with its full state.
+    Collective if it was driven.
+    """
+    driver = driver_of(optimizer)
+    if driver is not None:
+        state = driver.state_dict()
+        optimizer.__dict__.pop(_DRIVER)
+        optimizer.__class__ = driver.plain_class
+        optimizer.load_state_dict(state)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -15,7 +15,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from tests.support.worker import FINISH, Outcome, Task, worker_main
 
@@ -139,8 +140,12 @@ def run_on_ranks(
     """
     body = getattr(function, "__distributed_body__", function)
     workers = POOL.grow(world_size)
+    # As under torchrun, the store is nobody's but the launcher's: it is there before the ranks look
+    # for it (they would wait half a second before they look again), and outlives them.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        for rank, (worker, env) in enumerate(zip(workers, rank_environments(world_size))):
+        environments = rank_environments(world_size, store.port)
+        for rank, (worker, env) in enumerate(zip(workers, environments, strict=True)):
             task = Task(body.__module__, body.__qualname__, args, kwargs, env, init_group)
             worker.mark()
             try:
@@ -184,11 +189,8 @@ def distributed(
     return decorate
 
 
-def rank_environments(world_size: int) -> list[dict[str, str]]:
-    """The variables that `torchrun` sets, one dict for each rank, on a port of their own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def rank_environments(world_size: int, port: int) -> list[dict[str, str]]:
+    """The variables that `torchrun` sets, one dict for each rank."""
     return [
         {
             "RANK": str(rank),
@@ -199,6 +201,8 @@ def rank_environments(world_size: int) -> list[dict[str, str]]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "tests",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         for rank in range(world_size)
     ]
@@ -239,7 +243,7 @@ def _finish(workers: list[_Worker]) -> None:
 
 def _describe(workers: list[_Worker], outcomes: list[Outcome]) -> str:
     parts = []
-    for worker, outcome in zip(workers, outcomes):
+    for worker, outcome in zip(workers, outcomes, strict=True):
         if outcome.is_failure:
             parts.append(f"--- rank {outcome.rank} raised:\n{outcome.traceback}")
             parts.append(f"--- rank {outcome.rank} printed:\n{worker.read_log()}")

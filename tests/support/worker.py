@@ -78,6 +78,8 @@ def worker_main(connection: Connection, log_path: str, stacks_path: str) -> None
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the imported libraries are not searched for garbage after every task
     base_env = dict(os.environ)
     while True:
         try:

@@ -16,7 +16,7 @@ ALLOWED = {
     "comm": {"errors", "pending"},
     "engine": {"comm", "config", "errors", "pending"},
     "precision": {"engine"},
-    "strategy": {"allocator", "comm", "config", "engine", "precision"},
+    "strategy": {"allocator", "comm", "config", "engine", "errors", "precision"},
     "__init__": {"engine", "errors", "strategy"},
 }
 COLLECTIVES = re.compile(
