@@ -9,6 +9,7 @@ ranks which disagree never swap data.
 from __future__ import annotations
 
 import abc
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.watch import StallWatch
+from lightning_zero.errors import RankMismatchError
 from lightning_zero.pending import Pending
+
+_ORDER_BITS = 32
 
 
 class OwnedRange(NamedTuple):
@@ -86,6 +90,10 @@ class Collectives(abc.ABC):
         """Reduce a small tensor over the ranks, in place. ``op`` is a ``ReduceOp``."""
 
     @abc.abstractmethod
+    def any_rank(self, flags: list[bool], device: torch.device, label: str) -> list[bool]:
+        """Which of the flags are set on any rank. Blocks the host."""
+
+    @abc.abstractmethod
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Send rank 0's contiguous tensor to all ranks, in place."""
 
@@ -121,6 +129,10 @@ class SingleRank(Collectives):
     def start_all_reduce(self, tensor: Tensor, op: Any, label: str) -> Pending:
         """See the base class."""
         return Pending()
+
+    def any_rank(self, flags: list[bool], device: torch.device, label: str) -> list[bool]:
+        """See the base class."""
+        return flags
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """See the base class."""
@@ -163,6 +175,13 @@ class GroupCollectives(Collectives):
             [dist.all_reduce(tensor, op=op, group=self._group, async_op=True)], label
         )
 
+    def any_rank(self, flags: list[bool], device: torch.device, label: str) -> list[bool]:
+        """See the base class."""
+        on_device = torch.tensor(flags, dtype=torch.uint8, device=device)
+        self.start_all_reduce(on_device, dist.ReduceOp.MAX, label).wait()
+        with self._watch.waiting(label):  # on CUDA the host is blocked here
+            return [bool(flag) for flag in on_device.tolist()]
+
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """See the base class."""
         self.counters.broadcasts += 1
@@ -193,9 +212,11 @@ class NativeCollectives(GroupCollectives):
     ) -> None:
         super().__init__(reduce_group, watch)
         self._gather_group = gather_group
+        self._order = 0
 
     def start_all_gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         """See the base class."""
+        self._note(tag)
         self.counters.all_gathers += 1
         self.counters.sent_bytes += nbytes(shard) * (self.world_size - 1)
         out, own = (
@@ -208,6 +229,7 @@ class NativeCollectives(GroupCollectives):
 
     def start_reduce_scatter(self, flat: Tensor, out: Tensor, label: str, tag: int) -> Pending:
         """See the base class."""
+        self._note(~tag)
         self.counters.reduce_scatters += 1
         self.counters.sent_bytes += nbytes(out) * (self.world_size - 1)
         source, target = (torch.view_as_real(t) if t.is_complex() else t for t in (flat, out))
@@ -228,3 +250,28 @@ class NativeCollectives(GroupCollectives):
                 dist.broadcast(raw, group_src=owned.rank, group=self._gather_group, async_op=True)
             )
         return self._pending(works, label, is_read=True)
+
+    def any_rank(self, flags: list[bool], device: torch.device, label: str) -> list[bool]:
+        """See the base class.
+
+        Raises:
+            RankMismatchError: if the ranks have not started the same collectives in the same order
+                since the last call. The backend matches them by order alone, so data of different
+                units may have been mixed up; the step must not happen.
+        """
+        bits = [bool(self._order >> i & 1) for i in range(_ORDER_BITS)]
+        self._order = 0
+        found = super().any_rank([*flags, *bits, *(not bit for bit in bits)], device, label)
+        seen_set, seen_unset = found[-2 * _ORDER_BITS : -_ORDER_BITS], found[-_ORDER_BITS:]
+        if any(a and b for a, b in zip(seen_set, seen_unset, strict=True)):
+            raise RankMismatchError(
+                "The ranks gathered or reduced different units, or in a different order. Under"
+                " stage 3 every rank has to use the same modules in the same order. Where ranks take"
+                " different paths, wrap the code in `lightning_zero.full_params(module)` or use"
+                " stage 2."
+            )
+        return found[: len(flags)]
+
+    def _note(self, operation: int) -> None:
+        """Fold an operation into the fingerprint of their order."""
+        self._order = zlib.crc32(operation.to_bytes(8, "little", signed=True), self._order)

@@ -234,10 +234,10 @@ class StallWatch:
             return False
         lines = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in sorted(places))
         self.reason = RankMismatchError(
-            f"The ranks wait for different operations and none can finish: {lines}. Every rank has to"
-            " train on the same number of batches; under stage 3 it also has to use the same modules"
-            " and read the same parameters in the same order. Where ranks take different paths, wrap"
-            " the code in `lightning_zero.full_params(module)` or use stage 2."
+            f"The ranks wait for different operations and none can finish: {lines}. Every rank has"
+            " to train on the same number of batches; under stage 3 it also has to use the same"
+            " modules and read the same parameters in the same order. Where ranks take different"
+            " paths, wrap the code in `lightning_zero.full_params(module)` or use stage 2."
         )
         return True
 

@@ -285,7 +285,10 @@ class ZeroEngine:
         norm = clip.total_norm(
             self.grads.regions(driver.handles), self.collectives, self.buffers[0].device
         )
-        self.grads.scale_later(driver.handles, clip.clip_coefficient(norm, max_norm))
+        coefficient = clip.clip_coefficient(norm, max_norm)
+        # on CUDA looking at it would make the host wait
+        if coefficient.device.type != "cpu" or coefficient.item() != 1.0:
+            self.grads.scale_later(driver.handles, coefficient)
         self.last_grad_norm = norm
         return norm
 

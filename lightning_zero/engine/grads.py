@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.collectives import Collectives
@@ -268,12 +267,9 @@ class GradReducer:
         flags = [
             flag for bucket in buckets for flag in (*bucket.is_used, bucket.unreduced is not None)
         ]
-        if self._collectives.world_size > 1 and flags:
-            on_device = torch.tensor(flags, dtype=torch.uint8, device=buckets[0].buffer.device)
-            self._collectives.start_all_reduce(
-                on_device, dist.ReduceOp.MAX, "the list of used parameters"
-            ).wait()
-            flags = [bool(flag) for flag in on_device.tolist()]
+        if flags:
+            device = buckets[0].buffer.device
+            flags = self._collectives.any_rank(flags, device, "the list of used parameters")
         used, left_over, start = {}, {}, 0
         for bucket in buckets:
             stop = start + len(bucket.is_used)

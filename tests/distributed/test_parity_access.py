@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 
-from tests.support.models import ADAM, SGD, Regression, regression_loader
 from tests.distributed.test_parity_parameters import Blocks
+from tests.support.models import ADAM, SGD, Regression, regression_loader
 from tests.support.runs import STAGES, Case, check_parity, full_state, whole
 
 SIX_BATCHES = partial(regression_loader, 6)
@@ -159,7 +159,7 @@ class AveragesByHand(Accessing):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
-            for mean, p in zip(self.average, self.net.parameters()):
+            for mean, p in zip(self.average, self.net.parameters(), strict=True):
                 mean.lerp_(p, 0.1)
         self.note("average", [mean.clone() for mean in self.average])
 

@@ -138,6 +138,40 @@ class ReplacesOneGradient(Regression):
         weight.grad = torch.full_like(weight, 0.25)
 
 
+class NotesLate(Regression):
+    """Reads gradients after the step, where they stay until they are zeroed."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def _note(self, hook: str) -> None:
+        if hook == self.hook:
+            for name, p in self.named_parameters():
+                self.note(name, None if p.grad is None else p.grad)
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self._note("before_zero_grad")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._note("batch_end")
+
+
+class GathersFeatures(Regression):
+    """A contrastive loss over the rows of all ranks, with gradients through the gather."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=SGD)
+        self.temperature = torch.nn.Parameter(torch.tensor(0.5))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        features = self.net(batch[0])
+        everyone = self.all_gather(features, sync_grads=True).flatten(0, -2)
+        logits = features @ everyone.T * self.temperature.exp()
+        own = torch.arange(len(features)) + self.global_rank * len(features)
+        return torch.nn.functional.cross_entropy(logits, own)
+
+
 class ScalesInACallback(pl.Callback):
     """The same from a callback, which Lightning calls before the module's hook."""
 
@@ -178,10 +212,11 @@ def scaling_callback() -> list[pl.Callback]:
 
 HOOK_CASES = {
     "reads": Case(NotesGradients, SIX_BATCHES),
-    "reads_accumulated": Case(
-        NotesGradients, SIX_BATCHES, trainer={"accumulate_grad_batches": 2}
-    ),
+    "reads_accumulated": Case(NotesGradients, SIX_BATCHES, trainer={"accumulate_grad_batches": 2}),
     "reads_norms": Case(NotesNorms, SIX_BATCHES, is_exact=False),
+    "reads_before_zero_grad": Case(partial(NotesLate, "before_zero_grad"), SIX_BATCHES),
+    "reads_at_batch_end": Case(partial(NotesLate, "batch_end"), SIX_BATCHES),
+    "gathers_features": Case(GathersFeatures, SIX_BATCHES),
     "in_place": Case(ScalesGradients, SIX_BATCHES),
     "in_place_accumulated": Case(
         ScalesGradients, SIX_BATCHES, trainer={"accumulate_grad_batches": 3}

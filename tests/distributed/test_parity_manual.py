@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models import ADAM, SGD, OptimizerFactory, Recording, Regression
-from tests.support.models import mlp, regression_loader
+from tests.support.models import (
+    ADAM,
+    SGD,
+    OptimizerFactory,
+    Recording,
+    Regression,
+    mlp,
+    regression_loader,
+)
 from tests.support.runs import DDP_UNUSED, STAGES, Case, check_parity
 
 SIX_BATCHES = partial(regression_loader, 6)
@@ -184,6 +191,58 @@ class ScalesInBackward(Regression):
         (loss * 2).backward(*args, **kwargs)
 
 
+class ClipsByHand(Manual):
+    """Reads and clips `p.grad` right after the backward, with torch's own function."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.note("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+        self.note("gradient", self.net[2].weight.grad)
+        optimizer.step()
+        return loss.detach()
+
+
+class SharpnessAware(Manual):
+    """Moves the weights along the gradient, takes the gradient there, and moves back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        moves = []
+        with torch.no_grad():
+            for p in self.net.parameters():
+                moves.append(p.grad.clone() * 0.1)
+                p.add_(moves[-1])
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p, move in zip(self.net.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        return loss.detach()
+
+
+class NormalisesBatches(Manual):
+    """Batch norm's buffers under manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(13))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
 class StepsRarely(Manual):
     """Two optimizers over one model; the second is stepped every other batch."""
 
@@ -232,6 +291,10 @@ CASES = {
     "overridden_backward_accumulated": Case(
         ScalesInBackward, SIX_BATCHES, trainer={"accumulate_grad_batches": 3}
     ),
+    "clips_by_hand": Case(ClipsByHand, SIX_BATCHES, is_exact=False),
+    "sharpness_aware": Case(SharpnessAware, SIX_BATCHES),
+    "sharpness_aware_sgd": Case(partial(SharpnessAware, SGD), SIX_BATCHES),
+    "batch_norm": Case(NormalisesBatches, SIX_BATCHES, local_state=r"running_(mean|var)$"),
     "steps_rarely": Case(StepsRarely, SIX_BATCHES),
 }
 

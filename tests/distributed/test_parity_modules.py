@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,10 +97,8 @@ class CatchesAnException(Regression):
     """A forward fails half-way and is tried again."""
 
     def loss(self, batch: Any) -> Tensor:
-        try:
+        with contextlib.suppress(RuntimeError):
             self.net(torch.cat([batch[0], batch[0]], dim=1))
-        except RuntimeError:
-            pass
         return super().loss(batch)
 
 
@@ -291,6 +290,32 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output + module.bias.sum()
 
 
+class UsesBackwardHooks(Regression):
+    """The user's backward hooks, on a module and on a tensor."""
+
+    def on_fit_start(self) -> None:
+        self.net[0].register_full_backward_pre_hook(_double_output_grad)
+        self.net[2].register_full_backward_hook(_halve_input_grad)
+
+
+def _double_output_grad(module: nn.Module, grads: Any) -> Any:
+    return tuple(grad * 2 for grad in grads)
+
+
+def _halve_input_grad(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(grad if grad is None else grad * 0.5 for grad in grad_input)
+
+
+def legacy_weight_normed() -> nn.Module:
+    """Recomputes its weight in a hook of its own, before each forward."""
+    conv = nn.utils.weight_norm(nn.Conv1d(4, 6, 3))
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(30, 5))
+
+
+def legacy_spectral_normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 6), nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 5))
+
+
 class CallsItself(Regression):
     """Goes through `self(...)`, the forward of the LightningModule."""
 
@@ -355,6 +380,18 @@ CASES = {
     "weight_norm": _regression(weight_normed, data=partial(regression_loader, 5, 3, (4, 7))),
     "spectral_norm": _regression(spectral_normed, local_state=r"_[uv]$"),
     "orthogonal": _regression(orthogonal),
+    "weight_norm_legacy": _regression(
+        legacy_weight_normed, data=partial(regression_loader, 5, 3, (4, 7))
+    ),
+    "spectral_norm_legacy": _regression(legacy_spectral_normed, local_state=r"weight_[uv]$"),
+    # SGD: the bias before the norm has no gradient but noise, of which Adam would make steps.
+    "batch_norm_accumulated": Case(
+        partial(Regression, norm_net, SGD),
+        data=partial(regression_loader, 8),
+        trainer={"accumulate_grad_batches": 3},
+        local_state=NORM_BUFFERS,
+    ),
+    "user_backward_hooks": Case(UsesBackwardHooks),
     "checkpointed": _regression(partial(Checkpointed, False)),
     "checkpointed_reentrant": _regression(partial(Checkpointed, True)),
     "checkpointed_trainable": _regression(partial(Checkpointed, False, False)),

@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.models import ADAM, SGD, Language, Regression, mlp, regression_loader
-from tests.support.models import token_loader
+from tests.support.models import (
+    ADAM,
+    SGD,
+    Language,
+    Regression,
+    mlp,
+    regression_loader,
+    token_loader,
+)
 from tests.support.runs import DDP_UNUSED, STAGES, Case, check_parity
 
 
@@ -233,6 +240,59 @@ class GradientOfWeights(Regression):
         return loss + 0.01 * torch.stack([g.pow(2).sum() for g in grads]).sum()
 
 
+class Square(torch.autograd.Function):
+    """Gets a weight as an argument, and saves it for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ (weight * weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ (weight * weight), grad.t() @ x * 2 * weight
+
+
+class CustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + Square.apply(Square.apply(x, block.up.weight), block.down.weight)
+        return self.out(torch.tanh(x))
+
+
+class Quantised(nn.Linear):
+    """Straight-through rounding of the weight, as in quantisation-aware training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = (self.weight.detach() * 16).round() / 16
+        weight = self.weight + (rounded - self.weight).detach()
+        scale = self.weight.data.abs().max()
+        return F.linear(x, weight, self.bias) * scale
+
+
+def quantised() -> nn.Module:
+    return nn.Sequential(Quantised(7, 13), nn.Tanh(), Quantised(13, 9), nn.Tanh(), Quantised(9, 5))
+
+
+class Clamped(nn.Linear):
+    """Changes its weight in place before it uses it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.25, 0.25)
+        return super().forward(x)
+
+
+def clamped() -> nn.Module:
+    return nn.Sequential(Clamped(7, 13), nn.Tanh(), Clamped(13, 13), nn.Tanh(), Clamped(13, 5))
+
+
 class RootParameters(Regression):
     """The LightningModule itself owns parameters."""
 
@@ -284,6 +344,9 @@ CASES = {
     "gradient_penalty": Case(GradientPenalty),
     "gradient_penalty_mlp": Case(partial(GradientPenalty, mlp)),
     "gradient_of_weights": Case(GradientOfWeights),
+    "custom_function": _regression(CustomFunction),
+    "quantised": _regression(quantised),
+    "clamped": _regression(clamped),
     "root_parameters": Case(RootParameters),
 }
 # On three ranks sums are only equal to rounding, which a bfloat16 layer would turn into a lot.

@@ -106,7 +106,35 @@ class SkipsEveryOtherStep(Regression):
             optimizer_closure()
 
 
-HOOK_CASES = {"skips_steps": Case(SkipsEveryOtherStep, partial(regression_loader, 6))}
+class Stops(Regression):
+    """Ends the run in the middle of a window."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.trainer.should_stop = True
+
+
+HOOK_CASES = {
+    "skips_steps": Case(SkipsEveryOtherStep, partial(regression_loader, 6)),
+    "stops": Case(
+        Stops,
+        TEN_BATCHES,
+        trainer={"accumulate_grad_batches": 3, "max_epochs": 2, "min_steps": 1},
+    ),
+    "max_steps": Case(
+        Regression,
+        TEN_BATCHES,
+        trainer={"accumulate_grad_batches": 4, "max_steps": 5, "max_epochs": -1},
+    ),
+    "few_batches": Case(
+        Regression,
+        TEN_BATCHES,
+        trainer={"accumulate_grad_batches": 4, "limit_train_batches": 6, "max_epochs": 2},
+    ),
+    "anomaly_detection": Case(
+        Regression, TEN_BATCHES, trainer={"detect_anomaly": True, "deterministic": True}
+    ),
+}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -131,5 +159,5 @@ def test_a_window_ends_with_the_epoch(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", HOOK_CASES)
-def test_an_overridden_optimizer_step_is_honoured(name: str, stage: str) -> None:
+def test_a_run_that_is_cut_short_or_steered_gives_ddps_numbers(name: str, stage: str) -> None:
     check_parity(HOOK_CASES[name], stage)

@@ -83,7 +83,7 @@ def test_processes_are_reused_after_a_success() -> None:
 
 
 def test_a_failure_shows_every_rank_and_costs_the_pool() -> None:
-    with pytest.raises(RankFailure, match="(?s)rank 0 returned.*rank 1 raised.*planned mishap"):
+    with pytest.raises(RankFailure, match=r"(?s)rank 0 returned.*rank 1 raised.*planned mishap"):
         run_on_ranks(_raise_on, 2, 1)
     assert POOL.workers == []
 
@@ -104,8 +104,9 @@ def test_a_rank_that_raises_frees_the_peers_that_wait_for_it() -> None:
 
 
 def test_a_hung_rank_shows_its_stack() -> None:
+    run_on_ranks(_raise_on, 2, 5)  # the processes are up: what is slow now hangs
     with pytest.raises(RankFailure, match=r"(?s)rank\(s\) \[1\] hang.*_sleep_on"):
-        run_on_ranks(_sleep_on, 2, 1, timeout=2)
+        run_on_ranks(_sleep_on, 2, 1, timeout=3)
     assert run_on_ranks(_raise_on, 2, 5) == ["fine", "fine"]
 
 

@@ -14,11 +14,13 @@ from tests.support.scripts import ScriptResult, run_script
 
 # Every layer is a unit of its own, as the layers of a large model are.
 ZERO3 = "lightning_zero.ZeroStrategy(3, bucket_bytes=1)"
+IMPATIENT = "lightning_zero.ZeroStrategy(3, bucket_bytes=1, stall_timeout=timedelta(seconds=4))"
 # Imports and the start of two processes included.
 SECONDS_TO_END = 60.0
 
 SCRIPT = """
 import os, signal, sys, time
+from datetime import timedelta
 import lightning.pytorch as pl
 import torch
 from torch import nn
@@ -142,9 +144,7 @@ class Case(Lit):
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank"), [("'zero1'", 1), ("'zero2'", 0), (ZERO3, 1)]
-)
+@pytest.mark.parametrize(("strategy", "rank"), [("'zero1'", 1), ("'zero2'", 0), (ZERO3, 1)])
 def test_a_rank_that_raises_ends_the_run(strategy: str, rank: int, tmp_path: Path) -> None:
     result = _run(tmp_path, RAISES.format(rank=rank), strategy)
     _assert_all_failed(result, "LookupError: the planned mishap")
@@ -165,16 +165,16 @@ def test_a_parameter_read_on_one_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_saved_on_one_rank_is_an_error(tmp_path: Path) -> None:
-    result = _run(tmp_path, SAVES_ON_ONE_RANK, ZERO3)
+    result = _run(tmp_path, SAVES_ON_ONE_RANK, IMPATIENT)
     _assert_all_failed(result)
 
 
 def test_a_layer_used_on_one_rank_is_named(tmp_path: Path) -> None:
-    result = _run(tmp_path, USES_A_LAYER_ON_ONE_RANK, ZERO3)
+    result = _run(tmp_path, USES_A_LAYER_ON_ONE_RANK, IMPATIENT)
     _assert_all_failed(result, "layers.1")
 
 
-@pytest.mark.parametrize("strategy", ["'zero1'", ZERO3])
+@pytest.mark.parametrize("strategy", ["'zero1'", IMPATIENT])
 def test_uneven_batch_counts_are_an_error(strategy: str, tmp_path: Path) -> None:
     result = _run(tmp_path, UNEVEN_BATCHES, strategy)
     _assert_all_failed(result)

@@ -38,7 +38,7 @@ def differences(got: Any, want: Any, *, exact: bool, path: str = "") -> list[str
     if isinstance(want, Sequence) and not isinstance(want, str | bytes):
         if not isinstance(got, Sequence) or len(got) != len(want):
             return [f"{path}: {_brief(got)} instead of {_brief(want)}"]
-        pairs = enumerate(zip(got, want))
+        pairs = enumerate(zip(got, want, strict=True))
         return [
             line
             for index, (a, b) in pairs
@@ -69,9 +69,7 @@ def _tensor_differences(got: Any, want: Tensor, exact: bool, path: str) -> list[
     return [f"{line} ({_brief(got)} instead of {_brief(want)})" if want.numel() < 4 else line]
 
 
-def _mapping_differences(
-    got: Any, want: Mapping[Any, Any], exact: bool, path: str
-) -> list[str]:
+def _mapping_differences(got: Any, want: Mapping[Any, Any], exact: bool, path: str) -> list[str]:
     if not isinstance(got, Mapping):
         return [f"{path}: {_brief(got)} instead of a mapping"]
     lines = [f"{path}.{key}: missing" for key in want if key not in got]

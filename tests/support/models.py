@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,7 +37,7 @@ def regression_loader(
     out_shape: tuple[int, ...] = (5,),
     seed: int = 7,
 ) -> DataLoader[Any]:
-    """Fixed (x, y) rows, `num_batches` batches for each rank; Lightning's sampler deals them out."""
+    """Fixed (x, y) rows, `num_batches` for each rank; Lightning's sampler deals them out."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = num_batches * batch_size * world_size()
     x = torch.randn(num_rows, *in_shape, generator=generator)
@@ -58,7 +59,7 @@ def mlp(*sizes: int) -> nn.Sequential:
     """Linear layers with a Tanh between them; odd sizes by default."""
     sizes = sizes or (7, 13, 5)
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(sizes, sizes[1:]):
+    for fan_in, fan_out in pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

@@ -307,9 +307,7 @@ def compare_stage(run: ParityRun, name: str, world_size: int) -> None:
         _compare(records, run.records(stage), case.is_exact, f"{name} against {stage}")
 
 
-def _compare(
-    records: list[RunRecord], reference: list[RunRecord], exact: bool, label: str
-) -> None:
+def _compare(records: list[RunRecord], reference: list[RunRecord], exact: bool, label: str) -> None:
     for rank, (got, want) in enumerate(zip(records, reference, strict=True)):
         assert_same(vars(got), vars(want), exact=exact, label=f"rank {rank}, {label}")
 

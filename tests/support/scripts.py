@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Placed in front of the user's script. It runs before any thread exists, so that a fork is safe.
-_PRELUDE = '''\
+_PRELUDE = """\
 import ctypes, json, os, signal, sys, time
 
 def _watch_this_process():
@@ -52,7 +52,7 @@ def _watch_this_process():
 
 _watch_this_process()
 sys.path.insert(0, {root!r})
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,7 @@ def run_script(
         for path in folder.glob("exit_*.json")
     }
     seconds = time.monotonic() - start
-    return ScriptResult(
-        process.returncode, exit_codes, log.read_text(errors="replace"), seconds
-    )
+    return ScriptResult(process.returncode, exit_codes, log.read_text(errors="replace"), seconds)
 
 
 def _wait_for_session(process: subprocess.Popen[bytes], deadline: float) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 FINISH = b"finish"
-# tqdm keeps one daemon monitor for the life of the process; it is not a leak of the code under test.
+# tqdm keeps one daemon monitor for the life of the process; the code under test leaks nothing.
 TOLERATED_THREADS = frozenset({"TMonitor"})
 
 
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def resolve(module: str, qualname: str) -> Callable[..., Any]:
-    """The function of that name; a test decorated with `@distributed` gives its undecorated body."""
+    """The function of that name; of a test under `@distributed` it is the undecorated body."""
     target: Any = importlib.import_module(module)
     for name in qualname.split("."):
         target = getattr(target, name)
