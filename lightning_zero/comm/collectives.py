@@ -265,8 +265,8 @@ class NativeCollectives(GroupCollectives):
         seen_set, seen_unset = found[-2 * _ORDER_BITS : -_ORDER_BITS], found[-_ORDER_BITS:]
         if any(a and b for a, b in zip(seen_set, seen_unset, strict=True)):
             raise RankMismatchError(
-                "The ranks gathered or reduced different units, or in a different order. Under"
-                " stage 3 every rank has to use the same modules in the same order. Where ranks take"
+                "The ranks gathered or reduced different units, or in another order. Under"
+                " stage 3 every rank has to use the same modules in the same order. Where they take"
                 " different paths, wrap the code in `lightning_zero.full_params(module)` or use"
                 " stage 2."
             )

@@ -245,7 +245,10 @@ class FlatBuffer:
         Collective.
         """
         slot = self.layout.slots[handle.index]
-        flat = torch.empty(slot.numel, dtype=shard.dtype, device=shard.device)
+        shape = handle.placeholder.shape
+        # no view of something else: autograd treats views that a function returns differently
+        value = torch.empty_strided(shape, handle.stride, dtype=shard.dtype, device=shard.device)
+        flat = value.as_strided((slot.numel,), (1,))
         own = self.layout.shard_range(self.rank)
         ranges = []
         for piece in self.layout.pieces(handle.index):
@@ -258,7 +261,7 @@ class FlatBuffer:
                 )
         label = f"{what} of parameter '{handle.fqn}'"
         self._collectives.start_gather_ranges(flat, ranges, label, self.index).wait()
-        return handle.strided(flat, 0)
+        return value
 
     def own_pieces(self) -> Iterator[tuple[ParamHandle, int, int]]:
         """Each parameter with the part of it in this rank's shard, as element range of the shard
