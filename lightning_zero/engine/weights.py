@@ -242,9 +242,8 @@ class ShardedWeights(Weights):
         for unit in list(self._gathered):
             if self.gathered_bytes + nbytes <= self.window_bytes:
                 return
-            if unit.pins or unit.is_gathering or unit.phase is UnitPhase.BACKWARD or unit in keep:
-                continue
-            self._free(unit)
+            if not (unit.pins or unit.phase is UnitPhase.BACKWARD or unit in keep):
+                self._free(unit)
 
     def _start(self, unit: ZeroUnit) -> None:
         for buffer in unit.buffers:

@@ -71,6 +71,12 @@ class Spec:
     clip_value: float | None
     reverses_groups: bool
     bucket_bytes: int
+    prefers_three_ranks: bool
+
+    @property
+    def world_size(self) -> int:
+        amplifies = self.optimizer in AMPLIFY_ROUNDING
+        return 3 if self.prefers_three_ranks and not amplifies else 2
 
     @property
     def ranks_differ(self) -> bool:
@@ -101,6 +107,7 @@ def specs() -> st.SearchStrategy[Spec]:
         clip_value=st.sampled_from([None, None, 0.05]),
         reverses_groups=st.booleans(),
         bucket_bytes=st.sampled_from([1, 64, 200, 1 << 20]),
+        prefers_three_ranks=st.sampled_from([False, False, True]),
     )
 
 
@@ -187,7 +194,7 @@ def test_generated_models_train_as_under_ddp(spec: Spec) -> None:
     for stage in stages:
         under_test = partial(fine_strategy, stage, spec.bucket_bytes)
         strategies[stage] = DDP_UNUSED if Control.is_on else under_test
-    run = ParityRun(case, run_under_each(case, strategies, world_size=2, timeout=60.0))
+    run = ParityRun(case, run_under_each(case, strategies, spec.world_size, timeout=60.0))
     for stage in stages:
         note(f"compared: {stage}")
-        compare_stage(run, stage, world_size=2)
+        compare_stage(run, stage, spec.world_size)
