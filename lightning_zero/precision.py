@@ -32,6 +32,10 @@ _classes: dict[type, type] = {}
 class ZeroPrecision(Precision):
     """Mixed into Lightning's precision plugins by :func:`adapt_precision`."""
 
+    def __reduce__(self) -> Any:
+        # started with spawn: the class was made here and cannot be found by its name
+        return _rebuild, (type(self).__mro__[2], self.__dict__)
+
     @override
     def backward(  # type: ignore[override]  # as Lightning's own plugins
         self,
@@ -70,6 +74,12 @@ class ZeroPrecision(Precision):
             super().clip_grad_by_value(optimizer, clip_val)
         else:
             driver.engine.clip_by_value(driver, float(clip_val))
+
+
+def _rebuild(plain: type[Precision], state: dict[str, Any]) -> Precision:
+    plugin = plain.__new__(plain)
+    plugin.__dict__.update(state)
+    return adapt_precision(plugin)
 
 
 def adapt_precision(plugin: Precision) -> Precision:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -133,83 +132,6 @@ GROUP_CASES = {
         "lion": Lion,
     }.items()
 }
-
-
-class NamedParameters(Regression):
-    """Gives the optimizer named parameters, which it then keeps the names of."""
-
-    def configure_optimizers(self) -> Any:
-        return optim.Adam(self.named_parameters(), lr=1e-2)
-
-    def on_train_end(self) -> None:
-        groups = self.trainer.optimizers[0].param_groups
-        self.note("names", [group["param_names"] for group in groups])
-
-
-class LeavesSomeOut(Regression):
-    """A trainable layer that no optimizer has."""
-
-    def __init__(self) -> None:
-        super().__init__(partial(mlp, 7, 13, 11, 5))
-
-    def configure_optimizers(self) -> Any:
-        return optim.Adam([*self.net[0].parameters(), *self.net[4].parameters()], lr=1e-2)
-
-
-class ShowsItsState(Regression):
-    """Looks at the optimizer's state as a user would: by parameter, and as a state dict."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        optimizer = self.trainer.optimizers[0]
-        self.note("state_dict", copy.deepcopy(optimizer.state_dict()))
-        self.note("kind", type(optimizer).__mro__[-3].__name__)
-
-
-class RollsBack(Regression):
-    """Goes back to an earlier state of weights and optimizer during the run."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        optimizer = self.trainer.optimizers[0]
-        if batch_idx == 1:
-            self.kept = copy.deepcopy((self.net.state_dict(), optimizer.state_dict()))
-        if batch_idx == 4:
-            self.net.load_state_dict(self.kept[0])
-            optimizer.load_state_dict(self.kept[1])
-
-
-class ChangesGroups(Regression):
-    """Changes hyper-parameters of a group by hand, beyond the learning rate."""
-
-    def configure_optimizers(self) -> Any:
-        return optim.AdamW(self.parameters(), lr=1e-2)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        group = self.trainer.optimizers[0].param_groups[0]
-        group["betas"] = (0.5 + 0.05 * batch_idx, 0.9)
-        group["weight_decay"] = 0.1 * batch_idx
-        if batch_idx == 3:
-            group["lr"] = 0.1
-
-
-USE_CASES = {
-    "named_parameters": Case(NamedParameters),
-    "leaves_some_out": Case(LeavesSomeOut),
-    "leaves_some_out_accumulated": Case(
-        LeavesSomeOut, partial(regression_loader, 6), trainer={"accumulate_grad_batches": 3}
-    ),
-    "shows_its_state": Case(ShowsItsState),
-    "rolls_back": Case(RollsBack, partial(regression_loader, 7)),
-    "rolls_back_momentum": Case(
-        partial(RollsBack, optimizer=OPTIMIZERS["sgd_momentum"]), partial(regression_loader, 7)
-    ),
-    "changes_groups": Case(ChangesGroups),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", USE_CASES)
-def test_an_optimizer_is_what_its_user_expects(name: str, stage: str) -> None:
-    check_parity(USE_CASES[name], stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)

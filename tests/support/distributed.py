@@ -222,12 +222,17 @@ def _collect(workers: list[_Worker], timeout: float, grace: float | None) -> lis
             try:
                 outcomes[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, OSError):
-                note = f"the process of rank {rank} died: {workers[rank].read_stacks()}"
-                outcomes[rank] = Outcome(rank, None, "ProcessDied", note, note)
+                outcomes[rank] = _outcome_of_a_death(rank, workers[rank])
         if any(outcome.is_failure for outcome in outcomes.values()):
             wait_more = GRACE_AFTER_FAILURE if grace is None else grace
             deadline = min(deadline, time.monotonic() + wait_more)
     return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _outcome_of_a_death(rank: int, worker: _Worker) -> Outcome:
+    worker.process.join(5.0)
+    how = f"the process of rank {rank} died (exit code {worker.process.exitcode})"
+    return Outcome(rank, None, "ProcessDied", how, f"{how}\n{worker.read_stacks()}")
 
 
 def _finish(workers: list[_Worker]) -> None:
