@@ -165,6 +165,10 @@ class ZeroEngine:
         if not is_training:
             self._release_weights()
 
+    def unit_of(self, handle: ParamHandle) -> ZeroUnit | None:
+        """The unit of a parameter; None if another engine holds it."""
+        return self._unit_of.get(handle)
+
     def enter(self, unit: ZeroUnit) -> bool:
         """A module call that uses ``unit`` begins. Returns whether its inputs should be watched."""
         self.access.flush()

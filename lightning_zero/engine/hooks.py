@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.buffer import ParamHandle
+from lightning_zero.engine.guard import handle_of
 from lightning_zero.engine.units import ZeroUnit
 
 if TYPE_CHECKING:
@@ -159,7 +160,10 @@ def watch_saved_tensors(
     def pack(tensor: Tensor) -> _Saved:
         with torch._C.DisableTorchFunctionSubclass():
             unit = None
-            if tensor.layout is torch.strided:
+            entry = handle_of(tensor) if isinstance(tensor, nn.Parameter) else None
+            if entry is not None:  # a parameter itself, perhaps a placeholder at the moment
+                unit = engine.unit_of(entry[0])
+            elif tensor.layout is torch.strided:
                 unit = by_storage.get(tensor.untyped_storage().data_ptr())
             # without detaching, an output saved by its own node would keep itself alive
             kept = tensor if tensor.grad_fn is None else tensor.detach()

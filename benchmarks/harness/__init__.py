@@ -1,0 +1,1 @@
+"""Shared parts of the benchmarks: the model, the backends, the probes, the launcher, the report."""
