@@ -14,7 +14,7 @@ import sys
 from typing import Any, NamedTuple
 
 from harness.job import Job
-from harness.launch import Hosts, run_backend
+from harness.launch import Hosts, clean_up_when_terminated, run_backend
 from harness.model import parameter_bytes
 from harness.options import add_job_options, job_of
 from harness.report import print_table
@@ -128,4 +128,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    clean_up_when_terminated()
     sys.exit(main())

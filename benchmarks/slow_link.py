@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.backends import split_name
-from harness.launch import Hosts
+from harness.launch import Hosts, clean_up_when_terminated
 from harness.options import add_job_options, job_of
 from harness.report import Round, Spread, print_table
 from harness.rounds import Measured, run_rounds
@@ -92,4 +92,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    clean_up_when_terminated()
     sys.exit(main())

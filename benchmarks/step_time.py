@@ -14,7 +14,7 @@ import importlib.util
 import sys
 
 from harness.backends import DEFAULT_BACKENDS
-from harness.launch import Hosts, private_loopback
+from harness.launch import Hosts, clean_up_when_terminated, private_loopback
 from harness.options import add_job_options, job_of, world_size_of
 from harness.report import plot, print_errors, print_table, space_rows, summarise, time_rows
 from harness.rounds import append_json, run_rounds
@@ -76,4 +76,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    clean_up_when_terminated()
     sys.exit(main())

@@ -6,8 +6,6 @@ import dataclasses
 import json
 from typing import Literal
 
-TASKS = ("time", "passes")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:

@@ -79,6 +79,15 @@ class Outcome(NamedTuple):
     """The end of what each rank printed, if it failed."""
 
 
+def clean_up_when_terminated() -> None:
+    """Let SIGTERM end this program as an error does: its processes and namespaces go with it."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 @contextmanager
 def private_loopback(world_size: int) -> Iterator[Hosts]:
     """A network namespace with nothing but a loopback, or the plain host where that can't be had.
