@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class EngineAccess:
     def __init__(self, weights: Weights, grads: GradReducer) -> None:
         self.is_in_place = not weights.has_storage_of_its_own
         self._weights, self._grads = weights, grads
+        self._aliases: list[tuple[ParamHandle, weakref.ref[Tensor]]] = []
         self._handed_out: list[tuple[ParamHandle, Tensor, int, bool]] = []
 
     def read(self, handle: ParamHandle) -> Tensor:
@@ -37,6 +39,9 @@ class EngineAccess:
 
     def track(self, handle: ParamHandle, value: Tensor) -> None:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        if self.is_in_place:
+            self._aliases.append((handle, weakref.ref(value)))
+            return
         # version -1: written back once in any case, for changes that no counter shows (numpy)
         self._handed_out.append((handle, value, -1, False))
 
@@ -70,6 +75,15 @@ class EngineAccess:
                 uses = torch._C._storage_Use_Count(value.untyped_storage()._cdata)
                 if uses > 2 or sys.getrefcount(value) > 2:
                     self._handed_out.append((handle, value, version, is_stale))
+
+    def complete_aliases(self) -> None:
+        """Wait for the updates of parameters whose own memory somebody has taken.
+
+        Reads of it can not be noticed. (Replicated weights; those of sharded ones are copies.)
+        """
+        self._aliases = [(handle, alias) for handle, alias in self._aliases if alias() is not None]
+        for handle, _ in self._aliases:
+            handle.buffer.pending.wait()
 
     def mark_stale(self) -> None:
         """The weights have been updated: values that were handed out before are old."""

@@ -109,6 +109,11 @@ class ZeroEngine:
                     " be sharded. Convert it to a plain nn.Parameter, or train with strategy='ddp'."
                 )
         for name, submodule in module.named_modules():
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise NotImplementedError(
+                    f"Module '{name}' is a TorchScript module, whose use of parameters can not be"
+                    " followed. Pass the Python module, or train with strategy='ddp'."
+                )
             if getattr(submodule, "sparse", False) and isinstance(
                 submodule, nn.Embedding | nn.EmbeddingBag
             ):
@@ -280,6 +285,7 @@ class ZeroEngine:
             # used again
             torch.autograd.graph.increment_version([handle.param for handle in handles])
         self.weights.start_refresh({handle.buffer: None for handle in handles})
+        self.access.complete_aliases()
 
     def clip_by_norm(self, driver: OptimizerDriver, max_norm: float) -> Tensor:
         """Clip the gradients of one optimizer to a total 2-norm.

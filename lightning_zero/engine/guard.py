@@ -265,7 +265,7 @@ def _unguarded(value: Tensor) -> Tensor:
 def _hand_out(handle: ParamHandle, access: ParamAccess) -> Tensor:
     value = access.read(handle)
     if access.is_in_place:
-        return value.detach()
+        value = value.detach()
     access.track(handle, value)
     return value
 
@@ -283,6 +283,7 @@ def _operate(
         handle, access = _guarded[id(leaf)]
         if access.is_in_place:
             access.read(handle)  # waits for updates that are on their way
+            in_place.append((handle, access))
             return leaf
         if id(leaf) not in used:
             value = (
@@ -293,8 +294,13 @@ def _operate(
             used[id(leaf)] = _Use(handle, access, value, value._version, value.grad_fn)
         return used[id(leaf)].value
 
+    in_place: list[tuple[ParamHandle, ParamAccess]] = []
     args, kwargs = pytree.tree_map(replace, (args, kwargs))
     result = func(*args, **kwargs)
+    for handle, access in in_place:
+        for alias in _aliases(result, handle.view):
+            if alias is not handle.param:
+                access.track(handle, alias)
     for use in used.values():
         result = _after(use, result)
     return result
@@ -326,11 +332,13 @@ def _after(use: _Use, result: Any) -> Any:
     return result
 
 
-def _aliases(result: Any, value: Tensor) -> bool:
+def _aliases(result: Any, value: Tensor) -> list[Tensor]:
+    """The tensors in a result that share the memory of ``value``."""
     storage = value.untyped_storage()._cdata
-    return any(
-        isinstance(leaf, Tensor)
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(result)
+        if isinstance(leaf, Tensor)
         and leaf.layout is torch.strided
         and leaf.untyped_storage()._cdata == storage
-        for leaf in pytree.tree_leaves(result)
-    )
+    ]

@@ -74,11 +74,42 @@ class _Enter(_ModuleHook):
 
 
 class _Leave(_ModuleHook):
-    def _act(self, module: nn.Module, *args: Any) -> None:
+    def _act(self, module: nn.Module, *args: Any) -> Any:
         engine = self._engine_for(module)
-        if engine is not None:
-            for unit in self._units:
-                engine.weights.leave(unit)
+        if engine is None:
+            return None
+        output = args[-1]
+        if engine.weights.has_storage_of_its_own:
+            output = keep_no_views(engine.weights.by_storage, module, output)
+        for unit in self._units:
+            engine.weights.leave(unit)
+        return output
+
+
+def keep_no_views(by_storage: dict[int, ZeroUnit], module: nn.Module, output: Any) -> Any:
+    """Replace views of gathered weights that outlive the call by (differentiable) copies.
+
+    They are looked for in the output and in the attributes of the module: a module may return
+    ``self.table[:n]`` or leave ``self.weight.t()`` on itself, and the unit's memory will be freed.
+    """
+
+    def is_view(value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return False
+        if isinstance(value, nn.Parameter) and handle_of(value) is not None:
+            return False
+        return value.untyped_storage().data_ptr() in by_storage
+
+    def own(value: Any) -> Any:
+        return value.clone() if is_view(value) else value
+
+    for holder in (module, output):
+        attributes = getattr(holder, "__dict__", None) or {}
+        for key in [key for key, value in attributes.items() if is_view(value)]:
+            attributes[key] = attributes[key].clone()
+    if isinstance(output, Tensor) or output is None:
+        return own(output)
+    return pytree.tree_map(own, output)
 
 
 def watch_inputs(

@@ -28,8 +28,12 @@ class Weights(abc.ABC):
     (replicated).
     """
 
+    by_storage: dict[int, ZeroUnit]
+    """The units whose gathered weights will be freed, by the address of their memory."""
+
     def __init__(self, units: Sequence[ZeroUnit]) -> None:
         self.units = units
+        self.by_storage = {}
         self._unit_of = {handle: unit for unit in units for handle in unit.handles}
 
     @abc.abstractmethod
@@ -154,7 +158,6 @@ class ShardedWeights(Weights):
         self.peak_bytes = 0
         self._gathered: OrderedDict[ZeroUnit, None] = OrderedDict()
         self._schedule: Schedule[ZeroUnit] = Schedule()
-        self.by_storage: dict[int, ZeroUnit] = {}
         for unit in units:
             for buffer in unit.buffers:
                 buffer.detach_shard()
