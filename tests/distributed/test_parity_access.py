@@ -210,6 +210,21 @@ def test_weights_can_be_read_and_written_in_hooks(name: str, stage: str) -> None
     check_parity(CASES[name], stage)
 
 
+class HoldsAliases(Accessing):
+    """Takes the parameters' memory once and looks at it after every step."""
+
+    def on_fit_start(self) -> None:
+        self.held = [p.detach() for p in self.parameters()] + [self.net.blocks[0].up.weight.data]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("held", torch.cat([value.reshape(-1) for value in self.held]))
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_memory_taken_from_replicated_weights_follows_the_steps(stage: str) -> None:
+    check_parity(Case(HoldsAliases, SIX_BATCHES), stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
 def test_weights_can_be_read_and_written_on_three_ranks(name: str, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_sparse_gradients_are_refused_by_name(stage: str) -> None:
     for outcome in _refused(case, stage):
         assert "net.0" in outcome.message
         assert "sparse" in outcome.message
+
+
+class Scripted(Regression):
+    """Holds a part that TorchScript runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.scripted = torch.jit.script(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchscript_is_refused_by_name(stage: str) -> None:
+    for outcome in _refused(Case(Scripted), stage):
+        assert "Module 'scripted' is a TorchScript module" in outcome.message
 
 
 def test_an_optimizer_is_fine_on_one_rank_where_nothing_is_sharded() -> None:
