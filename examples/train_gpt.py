@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus import CorpusDataModule
+from corpus import CorpusDataModule, with_tabs
 from gpt import GPT, write
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
@@ -164,36 +164,52 @@ def parse_options() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     where = parser.add_argument_group("where it runs")
-    where.add_argument("--strategy", default="zero3", choices=("zero1", "zero2", "zero3", "ddp"))
+    where.add_argument(
+        "--strategy",
+        default="zero3",
+        choices=("zero1", "zero2", "zero3", "ddp"),
+        help="how state is kept",
+    )
     where.add_argument("--accelerator", default="auto", help="a Lightning accelerator")
-    where.add_argument("--devices", type=int, help="number of processes (2, or one per GPU)")
+    where.add_argument(
+        "--devices",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="processes (default: one per GPU, else 2)",
+    )
     where.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder to write to")
     model = parser.add_argument_group("the model")
     model.add_argument("--layers", type=int, default=4)
-    model.add_argument("--width", type=int, default=320)
-    model.add_argument("--heads", type=int, default=5)
+    model.add_argument("--width", type=int, default=192)
+    model.add_argument("--heads", type=int, default=3)
     model.add_argument("--context", type=int, default=256, help="bytes that are seen at once")
-    model.add_argument("--ngram-buckets", type=int, default=4096, help="rows of each n-gram table")
+    model.add_argument(
+        "--ngram-buckets", type=int, default=10_240, help="rows of each n-gram table"
+    )
     training = parser.add_argument_group("training")
-    training.add_argument("--batch-size", type=int, default=4, help="windows in each process")
-    training.add_argument("--max-steps", type=int, default=320, help="optimizer steps")
-    training.add_argument("--max-seconds", type=float, help="stop after this time all the same")
-    training.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
+    training.add_argument("--batch-size", type=int, default=8, help="windows in each process")
+    training.add_argument("--max-steps", type=int, default=300, help="optimizer steps")
+    training.add_argument("--max-seconds", type=float, default=math.inf, help="stop by then")
+    training.add_argument("--lr", type=float, default=8e-3, help="peak learning rate")
     training.add_argument("--warmup", type=int, default=20, help="steps up to the peak")
     training.add_argument("--weight-decay", type=float, default=0.1)
     training.add_argument("--val-bytes", type=int, default=32_768, help="bytes in each validation")
     training.add_argument("--validations", type=int, default=3, help="times to validate")
     training.add_argument("--seed", type=int, default=1)
     sample = parser.add_argument_group("the text that it writes")
-    sample.add_argument("--prompt", default="class ")
-    sample.add_argument("--sample-bytes", type=int, default=600)
-    sample.add_argument("--temperature", type=float, default=0.7)
-    sample.add_argument("--top-k", type=int, default=20)
+    sample.add_argument(
+        "--prompt",
+        default="class Reader:\n    def __init__(self, ",
+        help="what it goes on from (default: %(default)r)",
+    )
+    sample.add_argument("--sample-bytes", type=int, default=700)
+    sample.add_argument("--temperature", type=float, default=0.6)
+    sample.add_argument("--top-k", type=int, default=10)
     return parser.parse_args()
 
 
 def num_processes(options: argparse.Namespace) -> int:
-    if options.devices is not None:
+    if "devices" in options:
         return options.devices
     on_gpu = options.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else 2
@@ -211,13 +227,15 @@ def make_model(options: argparse.Namespace) -> LitGPT:
 
 
 def make_trainer(options: argparse.Namespace, memory: MemoryRows) -> Trainer:
+    limit = options.max_seconds
+    max_time = None if math.isinf(limit) else timedelta(seconds=limit)
     # Threads need no care here: Lightning gives each process its part of the cores.
     return Trainer(
         strategy=options.strategy,
         accelerator=options.accelerator,
         devices=num_processes(options),
         max_epochs=1,
-        max_time=timedelta(seconds=options.max_seconds) if options.max_seconds else None,
+        max_time=max_time,
         gradient_clip_val=1.0,
         val_check_interval=math.ceil(options.max_steps / options.validations),
         callbacks=[RichModelSummary(max_depth=2), TokensPerSecond(), memory, progress_bar()],
@@ -241,13 +259,14 @@ def report(
     console.rule("written by the trained model")
     text = write(
         model.gpt.eval(),
-        options.prompt.encode(),
+        with_tabs(options.prompt.encode()),
         options.sample_bytes,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
     )
-    console.print(Syntax(text.decode(errors="replace"), "python", background_color="default"))
+    code = text.decode(errors="replace").expandtabs(4)
+    console.print(Syntax(code, "python", background_color="default", word_wrap=True))
 
 
 def main() -> None:
