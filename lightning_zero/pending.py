@@ -18,11 +18,6 @@ class Pending:
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
 
-    @property
-    def is_waited(self) -> bool:
-        """Whether :meth:`wait` has completed."""
-        return self._finish is None
-
     def wait(self) -> None:
         """Order the caller after the action.
 

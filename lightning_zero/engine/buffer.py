@@ -157,11 +157,6 @@ class FlatBuffer:
         """Bytes of the whole buffer when it is gathered."""
         return self._full_nbytes
 
-    @property
-    def has_full(self) -> bool:
-        """Whether ``full`` has its memory."""
-        return not self._full_nbytes or self.full.untyped_storage().nbytes() > 0
-
     def detach_shard(self) -> None:
         """Give the shard memory of its own, so that ``full`` can be freed."""
         self.shard = self.shard.clone()

@@ -13,9 +13,8 @@ A parameter may lie in several shards and a shard may hold pieces of several par
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -61,7 +60,6 @@ class FlatLayout:
     shard_numel: int
     world_size: int
     alignment: int
-    _offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         end = 0
@@ -73,7 +71,6 @@ class FlatLayout:
             end = slot.stop
         if end > self.numel:
             raise ValueError(f"The slots end at {end}, but the buffer holds {self.numel} elements.")
-        object.__setattr__(self, "_offsets", tuple(slot.offset for slot in self.slots))
 
     @classmethod
     def build(cls, numels: Sequence[int], world_size: int, alignment: int = 1) -> FlatLayout:
@@ -127,10 +124,3 @@ class FlatLayout:
         if end < self.numel:
             gaps.append(range(end, self.numel))
         return gaps
-
-    def slot_at(self, element: int) -> int | None:
-        """Index of the slot that holds ``element`` of the flat buffer, None in a gap."""
-        index = bisect_right(self._offsets, element) - 1
-        while index >= 0 and not self.slots[index].numel:
-            index -= 1
-        return index if index >= 0 and element < self.slots[index].stop else None

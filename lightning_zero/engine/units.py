@@ -235,8 +235,3 @@ def plan_units(
     Every parameter is in exactly one unit. The root unit, if it is not empty, comes first.
     """
     return _Planner(root, bucket_bytes, unit_classes).plan(root)
-
-
-def first_names(root: nn.Module) -> dict[nn.Parameter, str]:
-    """The first dotted name of every parameter."""
-    return {param: name for name, param in root.named_parameters(remove_duplicate=True)}
