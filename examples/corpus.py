@@ -19,7 +19,10 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encod
 ONE_FILE_IN = 20  # goes to the validation text
 
 
-_INDENT = re.compile(rb"^(?: {4})+", re.MULTILINE)
+# Indentation is written as one byte, its depth: control characters that no source contains.
+DEEPEST = 8
+_SPACES = re.compile(rb"^(?: {4}){1,%d}" % DEEPEST, re.MULTILINE)
+_DEPTH = re.compile(rb"[\x01-\x%02x]" % DEEPEST)
 
 
 class Corpus(NamedTuple):
@@ -27,12 +30,18 @@ class Corpus(NamedTuple):
     validation: Tensor  # 1D uint8
 
 
-def with_tabs(source: bytes) -> bytes:
-    """The source with a tab for every level of indentation.
+def pack(source: bytes) -> bytes:
+    """The source with the indentation of every line in one byte.
 
-    A quarter of the library is leading spaces; counting them is all that a small model would learn.
+    A quarter of the library is leading spaces, and a small model would learn little but to count
+    them.
     """
-    return _INDENT.sub(lambda match: b"\t" * (len(match[0]) // 4), source)
+    return _SPACES.sub(lambda match: bytes([len(match[0]) // 4]), source)
+
+
+def unpack(text: bytes) -> bytes:
+    """Text as `pack` writes it, back to spaces."""
+    return _DEPTH.sub(lambda match: b"    " * match[0][0], text)
 
 
 def read_corpus() -> Corpus:
@@ -47,7 +56,7 @@ def read_corpus() -> Corpus:
         if LEFT_OUT.isdisjoint(name.parts):
             digest = hashlib.sha256(name.as_posix().encode()).digest()
             side = validation if digest[0] % ONE_FILE_IN == 0 else train
-            side += with_tabs(path.read_bytes())
+            side += pack(path.read_bytes())
     return Corpus(
         torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(validation, dtype=torch.uint8)
     )

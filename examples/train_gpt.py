@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus import CorpusDataModule, with_tabs
+from corpus import CorpusDataModule, pack, unpack
 from gpt import GPT, write
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
@@ -203,8 +203,8 @@ def parse_options() -> argparse.Namespace:
         help="what it goes on from (default: %(default)r)",
     )
     sample.add_argument("--sample-bytes", type=int, default=700)
-    sample.add_argument("--temperature", type=float, default=0.6)
-    sample.add_argument("--top-k", type=int, default=10)
+    sample.add_argument("--temperature", type=float, default=0.7)
+    sample.add_argument("--top-k", type=int, default=20)
     return parser.parse_args()
 
 
@@ -259,13 +259,13 @@ def report(
     console.rule("written by the trained model")
     text = write(
         model.gpt.eval(),
-        with_tabs(options.prompt.encode()),
+        pack(options.prompt.encode()),
         options.sample_bytes,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
     )
-    code = text.decode(errors="replace").expandtabs(4)
+    code = unpack(text).decode(errors="replace")
     console.print(Syntax(code, "python", background_color="default", word_wrap=True))
 
 
