@@ -126,8 +126,7 @@ class ZeroStrategy(DDPStrategy):
                         start_method=start_method,
                     )
 
-    # -- set-up ------------------------------------------------------------------------------------
-    # -------------
+    # -- set-up
 
     @property
     @override
@@ -207,8 +206,7 @@ class ZeroStrategy(DDPStrategy):
                 " Pass sync_batchnorm=False."
             )
 
-    # -- steps -------------------------------------------------------------------------------------
-    # -------------
+    # -- steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +262,6 @@ class ZeroStrategy(DDPStrategy):
             self.engine.grads.is_blocked = False
 
     # -- evaluation with different numbers of batches
-    # -----------------------------------------------------------
 
     @override
     def on_validation_start(self) -> None:
@@ -310,8 +307,7 @@ class ZeroStrategy(DDPStrategy):
         """Release held weights."""
         self._held.close()
 
-    # -- state -------------------------------------------------------------------------------------
-    # -------------
+    # -- state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -341,8 +337,7 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return memory_report(self.engine, self.lightning_module, self.optimizers)
 
-    # -- the end -----------------------------------------------------------------------------------
-    # -------------
+    # -- the end
 
     @override
     def on_exception(self, exception: BaseException) -> None:

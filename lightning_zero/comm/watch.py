@@ -98,7 +98,6 @@ class StallWatch:
         self.reason: ZeroError | None = None
 
     # -- the watched thread
-    # -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def waiting(self, label: str, *, is_read: bool = False) -> Iterator[None]:
@@ -124,7 +123,6 @@ class StallWatch:
         )
 
     # -- life cycle
-    # ---------------------------------------------------------------------------------------------
 
     def start(self, store: c10d.Store) -> None:
         """Begin to watch. Every rank, as often as the others."""
@@ -157,7 +155,6 @@ class StallWatch:
             )
 
     # -- the watching thread
-    # ------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"lightning_zero/{self._run}/{name}"

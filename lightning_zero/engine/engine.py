@@ -86,8 +86,7 @@ class ZeroEngine:
         self.last_grad_norm: Tensor | None = None
         self.sync_buffers()
 
-    # -- building ----------------------------------------------------------------------------------
-    # -------------
+    # -- building
 
     @staticmethod
     def _check(module: nn.Module) -> None:
@@ -154,8 +153,7 @@ class ZeroEngine:
             return ShardedWeights(self.units, self.config.window_bytes)
         return ReplicatedWeights(self.units)
 
-    # -- forward -----------------------------------------------------------------------------------
-    # -------------
+    # -- forward
 
     @contextlib.contextmanager
     def step_scope(self, *, is_training: bool) -> Iterator[None]:
@@ -207,8 +205,7 @@ class ZeroEngine:
             for unit in self.units:
                 self.weights.done(unit)
 
-    # -- backward ----------------------------------------------------------------------------------
-    # -------------
+    # -- backward
 
     def begin_backward(self) -> None:
         """A backward begins; every rank."""
@@ -257,11 +254,10 @@ class ZeroEngine:
         for unit in self.units:
             unit.num_calls, unit.is_recomputed = 0, False
 
-    # -- step --------------------------------------------------------------------------------------
-    # -------------
+    # -- step
 
     @torch.no_grad()
-    def before_step(self, driver: OptimizerDriver) -> None:
+    def before_step(self) -> None:
         """Bring everything that a step needs into the shards. Collective."""
         if any(unit.num_holds for unit in self.units):
             raise RuntimeError(
@@ -306,8 +302,7 @@ class ZeroEngine:
         """Clamp the gradients of one optimizer. Every rank."""
         clip.clip_by_value(self.grads.regions(driver.handles), limit)
 
-    # -- buffers -----------------------------------------------------------------------------------
-    # -------------
+    # -- buffers
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -339,7 +334,6 @@ class ZeroEngine:
         self._buffers_are_due = synchronizes
 
     # -- full parameters
-    # ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def full_params(self, module: nn.Module, *, write: bool) -> Iterator[None]:
@@ -372,8 +366,7 @@ class ZeroEngine:
                 self.weights.leave(unit)
                 self.weights.done(unit)
 
-    # -- the end -----------------------------------------------------------------------------------
-    # -------------
+    # -- the end
 
     def close(self, *, gather: bool) -> None:
         """Take everything off the module and give the parameters their full values. Collective if

@@ -153,7 +153,6 @@ class GradReducer:
         self.peak_bytes = 0
 
     # -- during backward
-    # ----------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -290,7 +289,6 @@ class GradReducer:
         self._ready_order = None
 
     # -- between backward and step
-    # ------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Finish all reductions that are under way."""
@@ -428,7 +426,6 @@ class GradReducer:
                 region.mul_(factor)
 
     # -- accounting
-    # ---------------------------------------------------------------------------------------------
 
     def unreduced_bytes(self) -> int:
         """Bytes of full gradients that are being collected or reduced."""

@@ -52,14 +52,11 @@ class OptimizerDriver:
         self._build()
         if initial:
             import_state(self, initial)
-        user.__dict__.pop(
-            "step", None
-        )  # schedulers wrap the instance's step; ours tells them itself
+        user.__dict__.pop("step", None)  # schedulers wrap it; ours tells them itself
         user.__dict__[_DRIVER] = self
         user.__class__ = _driven_class(self.plain_class)
 
-    # -- building ----------------------------------------------------------------------------------
-    # -------------
+    # -- building
 
     def _build(self) -> None:
         """(Re)build the segments from the user's groups, keeping the state of what was there."""
@@ -136,7 +133,6 @@ class OptimizerDriver:
         return new
 
     # -- what the user's optimizer does
-    # -------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """One step of the shards.
@@ -146,14 +142,14 @@ class OptimizerDriver:
         if self._is_closed:
             raise RuntimeError(
                 "The run in which this optimizer was sharded has ended, so it can not step any"
-                " more. Start another run with"
-                " `trainer.fit`, or make a new optimizer over the module's parameters."
+                " more. Start another run with `trainer.fit`, or make a new optimizer over the"
+                " module's parameters."
             )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.before_step(self)
+        self.engine.before_step()
         self._refresh()
         try:
             self._attach_gradients()
@@ -240,8 +236,7 @@ class OptimizerDriver:
         import_state(self, state)
         self._sync_groups()
 
-    # -- the rest ----------------------------------------------------------------------------------
-    # -------------
+    # -- the rest
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state on this rank."""
