@@ -10,21 +10,25 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.engine.memory import MemoryRow
 from lightning_zero.errors import (
+    LossScaleError,
     PeerFailedError,
     RankMismatchError,
     ShardedParameterError,
     ZeroError,
 )
+from lightning_zero.precision import ZeroPrecision
 from lightning_zero.strategy import ZeroStrategy, full_params
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LossScaleError",
     "MemoryRow",
     "PeerFailedError",
     "RankMismatchError",
     "ShardedParameterError",
     "ZeroError",
+    "ZeroPrecision",
     "ZeroStrategy",
     "full_params",
 ]

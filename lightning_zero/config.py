@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
+
 MEBIBYTE = 1 << 20
 
 
@@ -55,3 +57,34 @@ class ZeroConfig:
         for cls in self.unit_classes:
             if not isinstance(cls, type):
                 raise ValueError(f"`unit_classes` must hold module classes, got {cls!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy:
+    """Which dtypes a sharded run uses. The default leaves every parameter as it is.
+
+    [Note: master weights] With a ``compute_dtype``, every parameter in fp32 or in that dtype is
+    stepped in fp32: this rank's shard is its master weight, and the model weight that modules use
+    is a rounded copy. Outside of module calls the parameter is its master weight: it presents
+    itself in fp32, and so it is saved and given back.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    """The half precision of "mixed" training; None: no masters, parameters are stepped as they are.
+    """
+
+    model_dtype: torch.dtype | None = None
+    """What fp32 parameters are rounded to for modules; None: they stay in fp32."""
+
+    grad_dtype: torch.dtype | None = None
+    """Gradients are sent in this; None: as they were computed, or in fp32 what was added up in
+    fp32 before it is sent.
+    """
+
+    keep_fp32: tuple[type | str, ...] = ()
+    """Module classes, and names of modules or parameters (with wildcards), whose parameters are
+    neither rounded nor in half precision.
+    """
+
+    default_keep_fp32: tuple[type, ...] = ()
+    """Module classes to keep in the same way; none of them needs to be there."""

@@ -21,3 +21,7 @@ class ShardedParameterError(ZeroError):
     """A parameter was used whose full value is not available any more; the message names it and the
     way out.
     """
+
+
+class LossScaleError(ZeroError):
+    """Gradients overflowed again and again at a loss scale that can not be lowered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ from lightning_zero.engine.optimizer_state import export_state
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.probe import check_element_wise
 from lightning_zero.errors import ZeroError
-from lightning_zero.precision import adapt_precision
+from lightning_zero.precision import ZeroPrecision, adapt_precision
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -130,13 +130,10 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
-        """The precision plugin, adapted to sharded gradients."""
-        return (
-            self._precision_plugin
-            if self._precision_plugin is not None
-            else adapt_precision(Precision())
-        )
+    def precision_plugin(self) -> ZeroPrecision:
+        """The precision plugin, adapted to sharded weights and gradients."""
+        plugin = self._precision_plugin
+        return adapt_precision(Precision() if plugin is None else plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
@@ -171,13 +168,16 @@ class ZeroStrategy(DDPStrategy):
         if is_fitting and self._layer_sync:
             self._check_layer_sync()
             self.model = self._layer_sync.apply(self.model)
-        self.precision_plugin.convert_module(self.model)
+        is_sharded = placements_of(self.config.stage, self.world_size).weight is Placement.SHARDED
+        has_engine = self.world_size > 1 and (is_fitting or is_sharded)
+        self.precision_plugin.prepare(
+            self.model, self.root_device, is_trained_whole=is_fitting and not has_engine
+        )
         self.model_to_device()
         if is_fitting:
             self.setup_optimizers(trainer)
             _optimizers_to_device(self.optimizers, self.root_device)
-        is_sharded = placements_of(self.config.stage, self.world_size).weight is Placement.SHARDED
-        if self.world_size > 1 and (is_fitting or is_sharded):
+        if has_engine:
             self._shard(self.optimizers if is_fitting else [])
         else:
             _sync_module_states(self.lightning_module)
@@ -194,7 +194,15 @@ class ZeroStrategy(DDPStrategy):
             check_element_wise(optimizer)
         if self.root_device.type == "cpu":
             allocator.retain_freed_memory()
-        self.engine = ZeroEngine(self.lightning_module, driven, self.config, self._collectives)
+        precision = self.precision_plugin
+        self.engine = ZeroEngine(
+            self.lightning_module,
+            driven,
+            self.config,
+            self._collectives,
+            precision.policy,
+            precision.forward_context if precision.policy.compute_dtype is not None else None,
+        )
         # Lightning's wrappers are built from the optimizers' classes, which have just changed
         if optimizers:
             self.optimizers = optimizers
@@ -255,11 +263,8 @@ class ZeroStrategy(DDPStrategy):
         if self.engine is None:
             yield
             return
-        self.engine.grads.is_blocked = True
-        try:
+        with self.engine.grads.blocked():
             yield
-        finally:
-            self.engine.grads.is_blocked = False
 
     # -- evaluation with different numbers of batches
 
@@ -316,18 +321,6 @@ class ZeroStrategy(DDPStrategy):
         if driver is None:
             return super().optimizer_state(optimizer)
         return export_state(driver, is_wanted=self.is_global_zero)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full weights, whether the module is sharded at the moment or not.
-
-        Collective if it is.
-        """
-        if self.engine is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
-            return
-        with self.engine.full_params(self.engine.module, write=True):
-            super().load_model_state_dict(checkpoint, strict=strict)
 
     def memory_report(self) -> list[MemoryRow]:
         """Bytes of this rank by kind, forecast and measured.

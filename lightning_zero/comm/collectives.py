@@ -75,8 +75,8 @@ class Collectives(abc.ABC):
     def start_reduce_scatter(self, flat: Tensor, out: Tensor, label: str, tag: int) -> Pending:
         """Sum ``flat`` over the ranks and put this rank's slice of the sum into ``out``.
 
-        ``out`` may be this rank's slice of ``flat``. ``flat`` must not change before the wait and
-        is undefined after it.
+        ``out`` may be this rank's slice of ``flat``, or of a wider dtype. ``flat`` must not change
+        before the wait and is undefined after it.
         """
 
     @abc.abstractmethod
@@ -231,11 +231,15 @@ class NativeCollectives(GroupCollectives):
         """See the base class."""
         self._note(~tag)
         self.counters.reduce_scatters += 1
-        self.counters.sent_bytes += nbytes(out) * (self.world_size - 1)
-        source, target = (torch.view_as_real(t) if t.is_complex() else t for t in (flat, out))
-        return self._pending(
-            [dist.reduce_scatter_tensor(target, source, group=self._group, async_op=True)], label
-        )
+        own = out if out.dtype == flat.dtype else flat.view(self.world_size, -1)[self.rank]
+        self.counters.sent_bytes += nbytes(own) * (self.world_size - 1)
+        source, target = (torch.view_as_real(t) if t.is_complex() else t for t in (flat, own))
+        work = dist.reduce_scatter_tensor(target, source, group=self._group, async_op=True)
+
+        def widen() -> None:
+            out.copy_(own)
+
+        return self._pending([work], label, None if own is out else widen)
 
     def start_gather_ranges(
         self, out: Tensor, ranges: Iterable[OwnedRange], label: str, tag: int

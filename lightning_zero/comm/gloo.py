@@ -22,9 +22,14 @@ _GATHER, _REDUCE, _RANGES = range(3)
 
 
 def sum_in_rank_order(parts: list[Tensor], own_rank: int, out: Tensor) -> None:
-    """``out = parts[0] + parts[1] + ...`` in that order; all parts but the own one may be
-    overwritten.
+    """``out = parts[0] + parts[1] + ...`` in that order and in the dtype of ``out``; all parts but
+    the own one may be overwritten.
     """
+    if out.dtype != parts[0].dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(part)
+        return
     total = parts[0]
     for rank, part in enumerate(parts[1:], start=1):
         # the own part may be needed later and belongs to the caller; a received one may hold the
@@ -53,7 +58,7 @@ class GlooExchange(GroupCollectives):
         """See the base class."""
         self.counters.reduce_scatters += 1
         parts = list(flat.view(self.world_size, -1).unbind(0))
-        received = {rank: torch.empty_like(out) for rank in self._peers()}
+        received = {rank: torch.empty_like(parts[self.rank]) for rank in self._peers()}
         works = self._exchange(
             [(rank, parts[rank]) for rank in self._peers()],
             list(received.items()),

@@ -21,10 +21,13 @@ class EngineAccess:
     """
 
     def __init__(self, weights: Weights, grads: GradReducer) -> None:
-        self.is_in_place = not weights.has_storage_of_its_own
         self._weights, self._grads = weights, grads
         self._aliases: list[tuple[ParamHandle, weakref.ref[Tensor]]] = []
         self._handed_out: list[tuple[ParamHandle, Tensor, int, bool]] = []
+
+    def is_in_place(self, handle: ParamHandle) -> bool:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        return self._weights.is_in_place(handle)
 
     def read(self, handle: ParamHandle) -> Tensor:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
@@ -39,7 +42,7 @@ class EngineAccess:
 
     def track(self, handle: ParamHandle, value: Tensor) -> None:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
-        if self.is_in_place:
+        if self.is_in_place(handle):
             self._aliases.append((handle, weakref.ref(value)))
             return
         # version -1: written back once in any case, for changes that no counter shows (numpy)
@@ -66,8 +69,8 @@ class EngineAccess:
                         raise RuntimeError(
                             f"Parameter '{handle.fqn}' was changed through a tensor that was"
                             f" taken from it before the last"
-                            " optimizer step. Under stage 3 such a tensor is a copy; take"
-                            " `param.data` anew after a step."
+                            " optimizer step. Under stage 3, and for master weights, such a tensor"
+                            " is a copy; take `param.data` anew after a step."
                         )
                     self._weights.write(handle, value)
                 version = value._version
@@ -79,7 +82,7 @@ class EngineAccess:
     def complete_aliases(self) -> None:
         """Wait for the updates of parameters whose own memory somebody has taken.
 
-        Reads of it can not be noticed. (Replicated weights; those of sharded ones are copies.)
+        Reads of it can not be noticed. (Other values that are handed out are copies.)
         """
         self._aliases = [(handle, alias) for handle, alias in self._aliases if alias() is not None]
         for handle, _ in self._aliases:

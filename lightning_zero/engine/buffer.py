@@ -9,7 +9,9 @@ in ``ParamHandle.view`` are made once. Whoever frees the memory first puts the p
 
  - replicated weights: ``full`` always has its memory and ``shard`` is a view of it;
  - sharded weights: ``shard`` has memory of its own and ``full`` has memory only while the unit is
-   gathered.
+   gathered;
+ - with master weights ``shard`` has memory of its own and a wider dtype, and is rounded into this
+   rank's slice of ``full`` when a gather begins. There is no shard of rounded weights.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.collectives import Collectives, OwnedRange
+from lightning_zero.engine.dtypes import ParamDtypes
 from lightning_zero.engine.layout import FlatLayout
 from lightning_zero.pending import Pending
 
@@ -42,13 +45,13 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def make_placeholder(param: Tensor) -> Tensor:
+def make_placeholder(param: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the parameter's shape that takes no memory and reads as NaN (0 for integers)."""
     if not param.numel():
-        return torch.empty_like(param, requires_grad=False)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
     fill = float("nan") if param.is_floating_point() or param.is_complex() else 0
     shape = (1,) if param.dim() else ()
-    return torch.full(shape, fill, dtype=param.dtype, device=param.device).expand(param.shape)
+    return torch.full(shape, fill, dtype=dtype, device=param.device).expand(param.shape)
 
 
 class ParamHandle:
@@ -77,15 +80,20 @@ class ParamHandle:
         "view",
     )
 
-    def __init__(self, param: nn.Parameter, fqn: str) -> None:
+    def __init__(self, param: nn.Parameter, fqn: str, dtype: torch.dtype) -> None:
         self.param = param
         self.fqn = fqn
         self.plain_class = self.guard_class = type(param)
-        self.placeholder = make_placeholder(param)
+        self.placeholder = make_placeholder(param, dtype)
         self.buffer: FlatBuffer
         self.index: int
         self.stride: tuple[int, ...]
         self.view: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the parameter is outside of module calls; see [Note: master weights]."""
+        return self.buffer.shard.dtype
 
     def strided(self, flat: Tensor, offset: int) -> Tensor:
         """The parameter as a view of ``flat``, where its elements begin at ``offset``."""
@@ -107,7 +115,7 @@ class ParamHandle:
 
 
 class FlatBuffer:
-    """The parameters of one unit that share a dtype and began with the same ``requires_grad``.
+    """The parameters of one unit that share dtypes and began with the same ``requires_grad``.
 
     Built from full parameters; afterwards ``param.data`` is a view of ``full``. Collective: rank
     0's values are sent to all ranks.
@@ -115,36 +123,49 @@ class FlatBuffer:
     Args:
         index: number of the buffer, the same on all ranks; tells its messages apart.
         name: for error messages.
-        handles: the parameters in the order in which they are laid out.
+        handles: the parameters in the order in which they are laid out, all of one dtype.
+        dtypes: what they become.
         collectives: the ranks that share the buffer.
     """
 
     def __init__(
-        self, index: int, name: str, handles: Sequence[ParamHandle], collectives: Collectives
+        self,
+        index: int,
+        name: str,
+        handles: Sequence[ParamHandle],
+        dtypes: ParamDtypes,
+        collectives: Collectives,
     ) -> None:
         first = handles[0].param
         self.index, self.name, self.handles = index, name, tuple(handles)
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype, self.device = dtypes.model, first.device
+        self.master_dtype = dtypes.master
         self._collectives = collectives
-        alignment = max(1, ALIGNMENT_BYTES // first.element_size())
+        alignment = max(1, ALIGNMENT_BYTES // dtypes.model.itemsize)
         self.layout = FlatLayout.build(
             [h.param.numel() for h in handles], collectives.world_size, alignment
         )
-        self.full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._full_nbytes = self.full.untyped_storage().nbytes()
+        initial = torch.zeros(self.layout.numel, dtype=first.dtype, device=self.device)
         for slot_index, (handle, slot) in enumerate(
             zip(self.handles, self.layout.slots, strict=True)
         ):
             handle.buffer, handle.index = self, slot_index
             handle.stride = dense_strides(handle.param)
-            handle.view = handle.strided(self.full, slot.offset)
-            handle.view.copy_(handle.param.detach())
-            handle.set_data(handle.view)
+            handle.strided(initial, slot.offset).copy_(handle.param.detach())
         if self.layout.numel:
-            collectives.broadcast(self.full, f"the initial weights of {name}")
-        own = self.layout.shard_range(self.rank)
-        self.shard = self.full[own.start : own.stop]
-        self.owns_shard = False
+            collectives.broadcast(initial, f"the initial weights of {name}")
+        self._own = self.layout.shard_range(self.rank)
+        self.full = initial.to(self.dtype)
+        self._full_nbytes = self.full.untyped_storage().nbytes()
+        for handle, slot in zip(self.handles, self.layout.slots, strict=True):
+            handle.view = handle.strided(self.full, slot.offset)
+            handle.set_data(handle.view)
+        self.shard = self.own_slice
+        self.owns_shard = self.is_sharded = False
+        if first.dtype == self.master_dtype != self.dtype:
+            # exact values are kept, whether they will be stepped or not
+            self.shard = initial[self._own.start : self._own.stop].clone()
+            self.owns_shard = True
         self.pending = Pending()
 
     @property
@@ -157,10 +178,28 @@ class FlatBuffer:
         """Bytes of the whole buffer when it is gathered."""
         return self._full_nbytes
 
+    @property
+    def own_slice(self) -> Tensor:
+        """The model weights that this rank's shard is responsible for, as view of ``full``."""
+        return self.full[self._own.start : self._own.stop]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether ``shard`` holds master weights, of which ``full`` holds rounded copies."""
+        return self.shard.dtype != self.dtype
+
+    def make_master(self) -> None:
+        """Have the shard in the dtype in which it is stepped: some optimizer is going to."""
+        if self.shard.dtype != self.master_dtype:
+            self.shard = self.shard.to(self.master_dtype)
+            self.owns_shard = True
+
     def detach_shard(self) -> None:
         """Give the shard memory of its own, so that ``full`` can be freed."""
-        self.shard = self.shard.clone()
-        self.owns_shard = True
+        self.is_sharded = True
+        if not self.owns_shard:
+            self.shard = self.shard.clone()
+            self.owns_shard = True
 
     def allocate(self) -> None:
         """Give ``full`` its memory; the content is undefined until it has been gathered."""
@@ -183,10 +222,14 @@ class FlatBuffer:
     def give_back(self) -> None:
         """Give every parameter its full value in memory of its own, as in a plain module.
 
-        ``full`` must be gathered.
+        Master weights are gathered for it (collective); without them ``full`` must be gathered.
         """
-        for handle in self.handles:
-            handle.view = handle.view.clone()
+        flat = self.full
+        if self.has_master:
+            flat = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.device)
+            self._all_gather(flat, self.shard).wait()
+        for handle, slot in zip(self.handles, self.layout.slots, strict=True):
+            handle.view = handle.strided(flat, slot.offset).clone()
             handle.set_data(handle.view)
         self._drop()
 
@@ -198,19 +241,39 @@ class FlatBuffer:
         self._drop()
 
     def _drop(self) -> None:
-        if (
-            self.owns_shard
-        ):  # replicated weights may be held by somebody else, and are freed with the last holder
+        if self.is_sharded:
+            # replicated weights may be held by somebody else, and are freed with the last holder
             self.full.untyped_storage().resize_(0)
         self.full = self.full.new_empty(0)
         self.shard = self.shard.new_empty(0)
 
     def start_gather(self) -> None:
         """Begin to fill ``full`` from all ranks' shards; ``pending`` is the handle. Collective."""
-        if self.layout.numel:
-            self.pending = self._collectives.start_all_gather(
-                self.full, self.shard, f"the weights of {self.name}", self.index
-            )
+        if not self.layout.numel:
+            return
+        shard = self.shard
+        if self.has_master:
+            shard = self.own_slice
+            shard.copy_(self.shard)
+        self.pending = self._all_gather(self.full, shard)
+
+    def _all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
+        label = f"the weights of {self.name}"
+        return self._collectives.start_all_gather(flat, shard, label, self.index)
+
+    def adopt(self, handle: ParamHandle) -> None:
+        """Take what was written to a parameter in ``full`` into the shard.
+
+        Of master weights only those are replaced whose rounded copies have changed.
+        """
+        piece = self.layout.piece(handle.index, self.rank)
+        if not piece.numel or not self.owns_shard:
+            return
+        written = self.full[piece.start : piece.stop]
+        held = self.shard[piece.start - self._own.start : piece.stop - self._own.start]
+        if self.has_master:
+            written = torch.where(held.to(self.dtype) == written, held, written.to(held.dtype))
+        held.copy_(written)
 
     def write_own_slice(self, handle: ParamHandle, value: Tensor) -> None:
         """Put this rank's piece of a parameter's full ``value`` into the shard."""

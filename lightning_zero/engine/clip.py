@@ -12,12 +12,25 @@ from lightning_zero.comm.collectives import Collectives
 
 
 def total_norm(regions: list[Tensor], collectives: Collectives, device: torch.device) -> Tensor:
-    """The 2-norm of the gradients of which every rank holds ``regions``, as fp32 scalar.
+    """The 2-norm of the gradients of which every rank holds ``regions``, as fp32 scalar (fp64 if
+    any of them is). Not finite if any of them is not.
 
     Collective.
     """
+    dtype = max(
+        (
+            torch.promote_types(r.dtype if not r.is_complex() else r.real.dtype, torch.float32)
+            for r in regions
+        ),
+        key=lambda dtype: dtype.itemsize,
+        default=torch.float32,
+    )
     squares = [
-        torch.linalg.vector_norm(region).to(device, torch.float64) ** 2 for region in regions
+        torch.linalg.vector_norm(r, dtype=torch.promote_types(r.dtype, torch.float32)).to(
+            device, torch.float64
+        )
+        ** 2
+        for r in regions
     ]
     total = (
         torch.stack(squares).sum()
@@ -25,7 +38,7 @@ def total_norm(regions: list[Tensor], collectives: Collectives, device: torch.de
         else torch.zeros((), dtype=torch.float64, device=device)
     )
     collectives.start_all_reduce(total, dist.ReduceOp.SUM, "the gradient norm").wait()
-    return total.sqrt().to(torch.float32)
+    return total.sqrt().to(dtype)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.collectives import Collectives
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import PrecisionPolicy, ZeroConfig
 from lightning_zero.engine import clip, guard
 from lightning_zero.engine.access import EngineAccess
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
 from lightning_zero.engine.grads import GradReducer
 from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, watch_saved_tensors
 from lightning_zero.engine.optimizer import OptimizerDriver
+from lightning_zero.engine.outside import OutsideCalls
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
@@ -40,6 +44,15 @@ def engine_of(module: nn.Module) -> ZeroEngine | None:
     return None
 
 
+class _Kind(NamedTuple):
+    """Parameters of one unit that agree in these share a flat buffer."""
+
+    dtypes: ParamDtypes
+    initial_dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 class ZeroEngine:
     """Shards a module and its optimizers over the ranks of ``collectives``.
 
@@ -52,6 +65,8 @@ class ZeroEngine:
         optimizers: the optimizers over its parameters; may be empty (evaluation).
         config: what the user chose.
         collectives: the ranks.
+        policy: the dtypes of weights and gradients; as they are by default.
+        call_context: makes what a module call outside of a step needs (autocast); None: nothing.
     """
 
     def __init__(
@@ -60,15 +75,18 @@ class ZeroEngine:
         optimizers: Sequence[Optimizer],
         config: ZeroConfig,
         collectives: Collectives,
+        policy: PrecisionPolicy | None = None,
+        call_context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
+        policy = policy or PrecisionPolicy()
         self.module, self.config, self.collectives = module, config, collectives
         self.placements = placements_of(config.stage, collectives.world_size)
         self._check(module)
-        self.units = self._build_units(optimizers)
+        self.units = self._build_units(optimizers, param_dtypes(module, policy))
         self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._unit_of = {handle: unit for unit in self.units for handle in unit.handles}
-        self.grads = GradReducer(self.buffers, collectives, self.placements.grad)
+        self.grads = GradReducer(self.buffers, collectives, self.placements.grad, policy.grad_dtype)
         self.weights = self._place_weights()
         self.access = EngineAccess(self.weights, self.grads)
         for handle in self.handles:
@@ -79,6 +97,7 @@ class ZeroEngine:
             unit.guard()
         by_param = {handle.param: unit for handle, unit in self._unit_of.items()}
         self._hooks = attach_module_hooks(module, self, by_param)
+        self.outside = OutsideCalls(call_context, self._device.type)
         self._has_grad_hook: set[ParamHandle] = set()
         self._backward_is_open = False
         self._peek_is_open = False
@@ -87,6 +106,10 @@ class ZeroEngine:
         self.sync_buffers()
 
     # -- building
+
+    @property
+    def _device(self) -> torch.device:
+        return self.buffers[0].device if self.buffers else torch.device("cpu")
 
     @staticmethod
     def _check(module: nn.Module) -> None:
@@ -122,7 +145,9 @@ class ZeroEngine:
                     " strategy='ddp'."
                 )
 
-    def _build_units(self, optimizers: Sequence[Optimizer]) -> list[ZeroUnit]:
+    def _build_units(
+        self, optimizers: Sequence[Optimizer], dtypes: Mapping[nn.Parameter, ParamDtypes]
+    ) -> list[ZeroUnit]:
         group_of = {
             param: (i, j)
             for i, optimizer in enumerate(optimizers)
@@ -133,17 +158,18 @@ class ZeroEngine:
         for index, plan in enumerate(
             plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes)
         ):
-            kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = (
-                defaultdict(list)
-            )
+            kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = defaultdict(list)
             for fqn, param in plan.params.items():
-                kinds[param.dtype, param.device, param.requires_grad].append((fqn, param))
+                kind = _Kind(dtypes[param], param.dtype, param.device, param.requires_grad)
+                kinds[kind].append((fqn, param))
             buffers = []
-            for members in kinds.values():
+            for kind, members in kinds.items():
                 # neighbours of one optimizer group are stepped as one tensor
                 members.sort(key=lambda member: group_of.get(member[1], (-1, -1)))
-                handles = [ParamHandle(param, fqn) for fqn, param in members]
-                buffers.append(FlatBuffer(num_buffers, plan.name, handles, self.collectives))
+                handles = [ParamHandle(param, fqn, kind.dtypes.model) for fqn, param in members]
+                buffers.append(
+                    FlatBuffer(num_buffers, plan.name, handles, kind.dtypes, self.collectives)
+                )
                 num_buffers += 1
             units.append(ZeroUnit(index, plan.name, buffers))
         return units
@@ -162,6 +188,7 @@ class ZeroEngine:
         Nothing stays gathered after an evaluation step.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.outside.step())
             if isinstance(self.weights, ShardedWeights) and is_training:
                 stack.enter_context(watch_saved_tensors(self, self.weights.by_storage))
             yield
@@ -207,8 +234,8 @@ class ZeroEngine:
 
     # -- backward
 
-    def begin_backward(self) -> None:
-        """A backward begins; every rank."""
+    def begin_backward(self, loss_scale: float = 1.0) -> None:
+        """A backward begins, of a loss that was multiplied by ``loss_scale``; every rank."""
         if self._backward_is_open:
             return
         self._backward_is_open = True
@@ -217,7 +244,7 @@ class ZeroEngine:
                 if handle.param.requires_grad and handle not in self._has_grad_hook:
                     self._hooks.append(attach_grad_hook(handle, self))
                     self._has_grad_hook.add(handle)
-            self.grads.begin_backward()
+            self.grads.begin_backward(loss_scale)
 
     def on_gradient(self, handle: ParamHandle) -> None:
         """Autograd has accumulated the gradient of a parameter."""
@@ -283,14 +310,32 @@ class ZeroEngine:
         self.weights.start_refresh({handle.buffer: None for handle in handles})
         self.access.complete_aliases()
 
+    def grad_norm(self, driver: OptimizerDriver) -> Tensor:
+        """The total 2-norm of the gradients of one optimizer; not finite if any of them is not.
+
+        Collective, and the same on all ranks.
+        """
+        self.end_backward()
+        self.grads.reduce_postponed()
+        regions = self.grads.regions(driver.handles)
+        return clip.total_norm(regions, self.collectives, self._device)
+
+    def non_finite_gradients(self, driver: OptimizerDriver) -> list[str]:
+        """The names of the parameters whose gradients hold inf or NaN. Collective."""
+        mine = [
+            handle.fqn
+            for handle in driver.handles
+            if not all(bool(r.isfinite().all()) for r in self.grads.regions({handle}))
+        ]
+        found = self.collectives.all_gather_object(mine, "the list of gradients with overflow")
+        return sorted({name for names in found for name in names})
+
     def clip_by_norm(self, driver: OptimizerDriver, max_norm: float) -> Tensor:
         """Clip the gradients of one optimizer to a total 2-norm.
 
         Returns the norm before. Collective.
         """
-        norm = clip.total_norm(
-            self.grads.regions(driver.handles), self.collectives, self.buffers[0].device
-        )
+        norm = self.grad_norm(driver)
         coefficient = clip.clip_coefficient(norm, max_norm)
         # on CUDA looking at it would make the host wait
         if coefficient.device.type != "cpu" or coefficient.item() != 1.0:
@@ -358,7 +403,7 @@ class ZeroEngine:
             if write:
                 with torch.no_grad():
                     for handle in handles:
-                        self.weights.write(handle, handle.adopt_data())
+                        self.weights.adopt(handle)
         finally:
             for unit in units:
                 unit.versions = unit.current_versions()
@@ -394,7 +439,9 @@ class ZeroEngine:
     def _give_back(self, unit: ZeroUnit, *, gather: bool) -> None:
         if gather:
             self.weights.fetch(unit)
-        if gather or (not self.weights.has_storage_of_its_own and not unit.is_gathering):
+        is_here = not (self.weights.has_storage_of_its_own or unit.is_gathering)
+        is_exact = not any(buffer.has_master for buffer in unit.buffers)
+        if gather or (is_here and is_exact):
             guard.release(unit.handles)
             with torch.no_grad():
                 for buffer in unit.buffers:

@@ -8,116 +8,47 @@ ones. So ranks that use different parameters can not deadlock and get what
 DDP(find_unused_parameters=True) gives. The order is learned from rank 0's first backward.
 
 A parameter that got no gradient on any rank has none afterwards, as with ``grad=None``.
+
+[Note: gradient dtypes] A gradient is multiplied by 1/N and cast to the *wire* dtype in one pass, so
+that the average can not overflow where no gradient does. (In half precision by the next lower power
+of two, which does not round; the rest follows after the reduction.) The shards are in the dtype
+that the optimizer steps, fp32 for master weights, and never scaled: the loss scale of a backward is
+taken out when its gradients have been reduced, so gradients of different scales may meet. What
+stage 1 adds up before it is sent is added up in the shards' dtype, unscaled too, and sent in that
+dtype unless another one is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.collectives import Collectives
+from lightning_zero.engine.bucket import GradBucket
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.placement import Placement
 from lightning_zero.pending import Pending
 
 _MAX_IN_FLIGHT = 2
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class GradBucket:
-    """The gradients of one flat buffer.
-
-    Attributes:
-        unreduced: this rank's gradients divided by the number of ranks, laid out like the flat
-            buffer; None if there are none.
-        is_written: per slot, whether ``unreduced`` holds a gradient.
-        is_used: per slot, whether this rank has had a gradient since the ranks last agreed.
-        shard: this rank's slice of the reduced gradients; None before the first reduction.
-        has_grad: per slot, whether ``shard`` holds a gradient (the same on all ranks). Slots
-            without one are zero in ``shard`` as long as any other slot has one.
-        arrived, expected: gradients that came and that can come in this backward.
-        is_launched: whether the bucket has been reduced in this backward.
+class _Reduction(NamedTuple):
+    """A reduction under way: of which bucket, what has to be added to the shard (None: it went
+    there), the size of what is sent, and what the sum over the ranks is multiplied with.
     """
 
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self.buffer = buffer
-        num_slots = len(buffer.handles)
-        self.unreduced: Tensor | None = None
-        self.is_written = [False] * num_slots
-        self.is_used = [False] * num_slots
-        self.shard: Tensor | None = None
-        self.has_grad = [False] * num_slots
-        self.arrived = self.expected = 0
-        self.is_launched = False
-
-    def begin_backward(self) -> None:
-        """Count afresh."""
-        self.arrived, self.is_launched = 0, False
-        self.expected = sum(handle.param.requires_grad for handle in self.buffer.handles)
-
-    def add(self, handle: ParamHandle, grad: Tensor, scale: float) -> None:
-        """Add ``grad * scale`` to a slot: one casting copy, or an addition where there is something
-        already.
-        """
-        if self.unreduced is None:
-            self.unreduced = torch.empty(
-                self.buffer.layout.numel, dtype=self.buffer.dtype, device=self.buffer.device
-            )
-        view = self.unreduced_view(handle)
-        if self.is_written[handle.index]:
-            view.add_(grad, alpha=scale)
-        elif scale == 1.0:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, scale, out=view)
-        self.is_written[handle.index] = self.is_used[handle.index] = True
-
-    def unreduced_view(self, handle: ParamHandle) -> Tensor:
-        """The slot of a parameter in ``unreduced``, which must be there."""
-        assert self.unreduced is not None
-        return handle.strided(self.unreduced, self.buffer.layout.slots[handle.index].offset)
-
-    def take_unreduced(self) -> Tensor:
-        """The complete unreduced bucket, zeros where nothing was written; the bucket itself is
-        empty afterwards.
-        """
-        layout = self.buffer.layout
-        unreduced, self.unreduced = self.unreduced, None
-        if unreduced is None:
-            unreduced = torch.zeros(
-                layout.numel, dtype=self.buffer.dtype, device=self.buffer.device
-            )
-        else:
-            for gap in layout.gaps():
-                unreduced[gap.start : gap.stop].zero_()
-            for slot, is_written in zip(layout.slots, self.is_written, strict=True):
-                if not is_written:
-                    unreduced[slot.offset : slot.stop].zero_()
-        self.is_written = [False] * len(self.is_written)
-        return unreduced
-
-    def shard_or_new(self) -> Tensor:
-        """The shard; if there is none yet, zeros."""
-        if self.shard is None:
-            self.shard = torch.zeros(
-                self.buffer.layout.shard_numel, dtype=self.buffer.dtype, device=self.buffer.device
-            )
-        return self.shard
-
-    def forget(self, handles: Collection[ParamHandle], *, keep_zeros: bool) -> None:
-        """Drop the gradients of some parameters, or set them to zero."""
-        dropped = [handle in handles for handle in self.buffer.handles]
-        for index in (i for i, is_dropped in enumerate(dropped) if is_dropped):
-            self.is_written[index] = self.is_used[index] = False
-            self.has_grad[index] = keep_zeros and self.has_grad[index]
-        if not any(self.is_written):
-            self.unreduced = None
-        if self.shard is not None and any(self.has_grad):
-            for (_, start, stop), is_dropped in zip(self.buffer.own_pieces(), dropped, strict=True):
-                if is_dropped:
-                    self.shard[start:stop].zero_()
+    bucket: GradBucket
+    addend: Tensor | None
+    pending: Pending
+    nbytes: int
+    scale: float
 
 
 class GradReducer:
@@ -128,25 +59,33 @@ class GradReducer:
         collectives: the ranks to average over.
         placement: UNREDUCED keeps full local gradients while synchronization is blocked; SHARDED
             reduces every backward.
+        wire_dtype: what floating-point gradients are sent in; None: see [Note: gradient dtypes].
 
     Attributes:
-        is_blocked: whether an accumulation window is open (Lightning's ``block_backward_sync``).
+        is_blocked: whether an accumulation window is open; see :meth:`blocked`.
         peak_bytes: the most that unreduced gradients have taken.
     """
 
     def __init__(
-        self, buffers: Sequence[FlatBuffer], collectives: Collectives, placement: Placement
+        self,
+        buffers: Sequence[FlatBuffer],
+        collectives: Collectives,
+        placement: Placement,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._collectives = collectives
-        self._scale = 1.0 / collectives.world_size
+        self._average = 1.0 / collectives.world_size
+        self._wire_dtype = wire_dtype
+        self._loss_scale = 1.0
         self._keeps_unreduced = placement is Placement.UNREDUCED
+        self._has_window = False
         self.buckets = {buffer: GradBucket(buffer) for buffer in buffers}
         self._order = [self.buckets[buffer] for buffer in reversed(buffers)]
         self._ready_order: (
             list[GradBucket] | None
         ) = []  # None once the ranks have agreed on the order
         self._next_launch = 0
-        self._in_flight: deque[tuple[GradBucket, Tensor | None, Pending, int]] = deque()
+        self._in_flight: deque[_Reduction] = deque()
         self._seen: dict[ParamHandle, Tensor] = {}
         self._scales: list[tuple[Collection[ParamHandle], Tensor]] = []
         self.is_blocked = False
@@ -154,13 +93,49 @@ class GradReducer:
 
     # -- during backward
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """An accumulation window (Lightning's ``block_backward_sync``). Every rank enters it."""
+        self.is_blocked = True
+        # not left to the gradients: a rank whose step returns None has to send the same dtype
+        self._has_window |= self._keeps_unreduced
+        try:
+            yield
+        finally:
+            self.is_blocked = False
+
+    def begin_backward(self, loss_scale: float = 1.0) -> None:
+        """A backward begins whose loss has been multiplied by ``loss_scale``."""
         self._apply_scales()
         self.write_back()
+        self._loss_scale = loss_scale
         self._next_launch = 0
         for bucket in self._order:
             bucket.begin_backward()
+
+    @property
+    def _holds_sums(self) -> bool:
+        """Whether ``unreduced`` adds up the backwards of an accumulation window."""
+        return self._is_postponed or self._has_window
+
+    def _unreduced_scale(self, bucket: GradBucket) -> float:
+        """What the gradients in ``unreduced`` are multiplied with, besides the loss scale that they
+        may carry.
+        """
+        if self._holds_sums:
+            return self._average / self._loss_scale
+        is_rounded = self._wire_dtype_of(bucket).itemsize < bucket.dtype.itemsize
+        return 2.0 ** math.floor(math.log2(self._average)) if is_rounded else self._average
+
+    def _carried(self, bucket: GradBucket) -> float:
+        """The gradients in ``unreduced`` are the true ones times this."""
+        scale = self._unreduced_scale(bucket)
+        return self._average if self._holds_sums else scale * self._loss_scale
+
+    def _wire_dtype_of(self, bucket: GradBucket) -> torch.dtype:
+        if bucket.dtype in _CASTABLE and self._wire_dtype is not None:
+            return self._wire_dtype
+        return bucket.dtype if self._holds_sums else bucket.buffer.dtype
 
     def add(self, handle: ParamHandle, grad: Tensor, *, is_final: bool) -> bool:
         """Take the gradient of a parameter.
@@ -181,7 +156,10 @@ class GradReducer:
                 " (`sparse=False` for embeddings)."
             )
         bucket = self.buckets[handle.buffer]
-        bucket.add(handle, grad, self._scale)
+        # what is added up is added up in the shard's dtype
+        is_sum = self._holds_sums or not is_final
+        dtype = bucket.dtype if is_sum else self._wire_dtype_of(bucket)
+        bucket.add(handle, grad, self._unreduced_scale(bucket), dtype)
         bucket.arrived += is_final
         is_complete = bucket.arrived >= bucket.expected
         if is_complete and not self._is_postponed:
@@ -206,33 +184,49 @@ class GradReducer:
 
     def _launch(self, bucket: GradBucket) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT or any(
-            entry[0] is bucket for entry in self._in_flight
+            reduction.bucket is bucket for reduction in self._in_flight
         ):
             self._finish_oldest()
-        unreduced = bucket.take_unreduced()
-        size = unreduced.numel() * unreduced.element_size()
+        unreduced, rest = self._take_for_wire(bucket)
+        layout = bucket.buffer.layout
         addend: Tensor | None = None
-        if any(bucket.has_grad) or bucket.is_launched:  # accumulate: reduce in place, then add
-            own = bucket.buffer.layout.shard_range(self._collectives.rank)
-            out = addend = unreduced[own.start : own.stop]
+        if any(bucket.has_grad) or bucket.is_launched:  # accumulate: reduce first, then add
+            own = layout.shard_range(self._collectives.rank)
+            addend = unreduced[own.start : own.stop]
+            if unreduced.dtype != bucket.dtype:
+                addend = torch.empty_like(addend, dtype=bucket.dtype)
         elif bucket.shard is None:
-            layout = bucket.buffer.layout
-            out = bucket.shard = torch.empty(
-                layout.shard_numel, dtype=unreduced.dtype, device=unreduced.device
+            bucket.shard = torch.empty(
+                layout.shard_numel, dtype=bucket.dtype, device=unreduced.device
             )
-        else:
-            out = bucket.shard
+        out = bucket.shard_or_new() if addend is None else addend
         bucket.is_launched = True
         label = f"the gradients of {bucket.buffer.name}"
         pending = self._collectives.start_reduce_scatter(unreduced, out, label, bucket.buffer.index)
-        self._in_flight.append((bucket, addend, pending, size))
+        size = unreduced.numel() * unreduced.element_size()
+        self._in_flight.append(_Reduction(bucket, addend, pending, size, rest))
         self.peak_bytes = max(self.peak_bytes, self.unreduced_bytes())
 
+    def _take_for_wire(self, bucket: GradBucket) -> tuple[Tensor, float]:
+        """The unreduced bucket in the dtype in which it is sent, and what the sum over the ranks
+        has to be multiplied with; the same on all ranks.
+        """
+        wire = self._wire_dtype_of(bucket)
+        unreduced = bucket.take_unreduced(wire)
+        if not self._holds_sums:
+            before = self._unreduced_scale(bucket)
+            return unreduced.to(wire), self._average / before / self._loss_scale
+        if wire == bucket.dtype:
+            return unreduced, 1.0
+        return unreduced.mul_(self._loss_scale).to(wire), 1.0 / self._loss_scale
+
     def _finish_oldest(self) -> None:
-        bucket, addend, pending, _ = self._in_flight.popleft()
+        bucket, addend, pending, _, scale = self._in_flight.popleft()
         pending.wait()
         if addend is not None:
-            bucket.shard_or_new().add_(addend)
+            bucket.shard_or_new().add_(addend, alpha=scale)
+        elif scale != 1.0:
+            bucket.shard_or_new().mul_(scale)
 
     def end_backward(self) -> None:
         """A backward has ended: reduce what is left and agree on what was used. Collective.
@@ -252,6 +246,7 @@ class GradReducer:
         for bucket in self._order:
             if left_over[bucket]:
                 self._launch(bucket)
+        self._has_window = False
         for bucket, flags in used.items():
             bucket.has_grad = [old or new for old, new in zip(bucket.has_grad, flags, strict=True)]
             bucket.is_used = [False] * len(flags)
@@ -301,7 +296,7 @@ class GradReducer:
         Collective.
         """
         if self._keeps_unreduced and any(bucket.unreduced is not None for bucket in self._order):
-            self.begin_backward()
+            self.begin_backward(self._loss_scale)
             was_blocked, self.is_blocked = self.is_blocked, False
             self.end_backward()
             self.is_blocked = was_blocked
@@ -324,7 +319,7 @@ class GradReducer:
             self._seen[handle] = value
             return value
         if bucket.is_written[handle.index]:
-            value = bucket.unreduced_view(handle) / self._scale
+            value = bucket.unreduced_view(handle).to(bucket.dtype) / self._carried(bucket)
             self._seen[handle] = value
             return value
         return None
@@ -351,7 +346,8 @@ class GradReducer:
         for handle, value in self._seen.items():
             buffer, bucket = handle.buffer, self.buckets[handle.buffer]
             if not bucket.has_grad[handle.index]:  # seen inside an accumulation window
-                torch.mul(value.detach(), self._scale, out=bucket.unreduced_view(handle))
+                carried = self._carried(bucket)
+                bucket.unreduced_view(handle).copy_(value.detach() * carried)
                 continue
             own, slot = buffer.layout.shard_range(rank), buffer.layout.slots[handle.index]
             piece = buffer.layout.piece(handle.index, rank)
@@ -431,7 +427,7 @@ class GradReducer:
         """Bytes of full gradients that are being collected or reduced."""
         waiting = [bucket.unreduced for bucket in self._order if bucket.unreduced is not None]
         return sum(t.numel() * t.element_size() for t in waiting) + sum(
-            entry[3] for entry in self._in_flight
+            reduction.nbytes for reduction in self._in_flight
         )
 
     def shard_bytes(self) -> int:

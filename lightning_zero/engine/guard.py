@@ -35,7 +35,6 @@ _METADATA_METHODS = frozenset(
         "numel",
         "nelement",
         "size",
-        "element_size",
         "is_floating_point",
         "is_complex",
         "is_signed",
@@ -62,7 +61,8 @@ _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 class ParamAccess(Protocol):
     """How the guard reaches the values behind parameters. Implemented by the engine."""
 
-    is_in_place: bool
+    def is_in_place(self, handle: ParamHandle) -> bool:
+        """Whether a read gives the parameter's own memory."""
 
     def read(self, handle: ParamHandle) -> Tensor:
         """The full value: the own memory if ``is_in_place``, else a copy (collective)."""
@@ -83,7 +83,8 @@ class ParamAccess(Protocol):
 class _Gone:
     """The access of parameters that were left sharded when their run ended."""
 
-    is_in_place = False
+    def is_in_place(self, handle: ParamHandle) -> bool:
+        return False
 
     def read(self, handle: ParamHandle) -> Tensor:
         raise ShardedParameterError(
@@ -175,15 +176,10 @@ class _Guarded(nn.Parameter):
                 return _attribute(func, name, args)
             if name == "_has_compatible_shallow_copy_type":
                 return func(*args, **kwargs)
-            if isinstance(args[0] if args else None, _Guarded):
-                if name in ("to", "cpu", "cuda") and isinstance(_guarded[id(args[0])][1], _Gone):
-                    return args[0]  # the strategy's teardown moves the module to the CPU
-                if name in _STRIDE_METHODS:
-                    return func(_guarded[id(args[0])][0].view, *args[1:], **kwargs)
-                if name in _METADATA_METHODS:
-                    return func(*args, **kwargs)
-                if name in ("__repr__", "__format__") and not _guarded[id(args[0])][1].is_in_place:
-                    return _describe(args[0])
+            if args and isinstance(args[0], _Guarded):
+                answer = _answer(func, name, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
             return _operate(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -197,11 +193,43 @@ class _Guarded(nn.Parameter):
         return _plain_copy(self).__reduce_ex__(proto)
 
 
+def _answer(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What can be said or done without the full value; ``NotImplemented`` for everything else."""
+    param = args[0]
+    handle, access = _guarded[id(param)]
+    if name in ("to", "cpu", "cuda") and isinstance(access, _Gone):
+        return param  # the strategy's teardown moves the module to the CPU
+    if name in _STRIDE_METHODS:
+        return func(handle.view, *args[1:], **kwargs)
+    if name in _METADATA_METHODS:
+        return func(*args, **kwargs)
+    if name == "element_size":
+        return handle.dtype.itemsize
+    if access.is_in_place(handle):
+        return NotImplemented
+    if name in ("__repr__", "__format__"):
+        return _describe(param)
+    if name == "copy_" and not (torch.is_grad_enabled() and param.requires_grad):
+        return _overwrite(*args, **kwargs)
+    return NotImplemented
+
+
+def _overwrite(param: nn.Parameter, *args: Any, **kwargs: Any) -> nn.Parameter:
+    handle, access = _guarded[id(param)]
+    value = torch.empty(param.shape, dtype=handle.dtype, device=param.device)
+    args = tuple(_unguarded(arg) if isinstance(arg, Tensor) else arg for arg in args)
+    access.write(handle, value.copy_(*args, **kwargs))
+    return param
+
+
 def _plain_copy(param: nn.Parameter) -> nn.Parameter:
     handle, access = _guarded[id(param)]
     with torch._C.DisableTorchFunctionSubclass():
         value = access.read(handle)
-        copied = (value.clone() if access.is_in_place else value).as_subclass(handle.plain_class)
+        is_own = access.is_in_place(handle)
+        copied = (value.clone() if is_own else value).as_subclass(handle.plain_class)
         copied.requires_grad_(param.requires_grad)
     return copied
 
@@ -209,7 +237,7 @@ def _plain_copy(param: nn.Parameter) -> nn.Parameter:
 def _describe(param: nn.Parameter) -> str:
     handle, _ = _guarded[id(param)]
     return (
-        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype {param.dtype},"
+        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype {handle.dtype},"
         f" device {param.device};"
         " print it inside `lightning_zero.full_params`)"
     )
@@ -223,15 +251,19 @@ def _attribute(func: Callable[..., Any], kind: str, args: tuple[Any, ...]) -> An
             return access.gradient(handle)
         access.set_gradient(handle, args[1] if kind == "__set__" else None)
         return None
+    if name == "dtype":
+        return handle.dtype
+    if name in ("itemsize", "nbytes"):
+        return handle.dtype.itemsize * (param.numel() if name == "nbytes" else 1)
     if name == "data":
         if kind == "__set__" and args[1] is param:
             return None
         if kind == "__get__":
             return _hand_out(handle, access)
-        if (args[1].shape, args[1].dtype) != (param.shape, param.dtype):
+        if (args[1].shape, args[1].dtype) != (param.shape, handle.dtype):
             raise ValueError(
                 f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype"
-                f" {param.dtype}, got data of shape"
+                f" {handle.dtype}, got data of shape"
                 f" {tuple(args[1].shape)} and dtype {args[1].dtype}. A sharded parameter keeps"
                 f" both during a run."
             )
@@ -264,7 +296,7 @@ def _unguarded(value: Tensor) -> Tensor:
 
 def _hand_out(handle: ParamHandle, access: ParamAccess) -> Tensor:
     value = access.read(handle)
-    if access.is_in_place:
+    if access.is_in_place(handle):
         value = value.detach()
     access.track(handle, value)
     return value
@@ -281,7 +313,7 @@ def _operate(
         if not isinstance(leaf, _Guarded):
             return leaf
         handle, access = _guarded[id(leaf)]
-        if access.is_in_place:
+        if access.is_in_place(handle):
             access.read(handle)  # waits for updates that are on their way
             in_place.append((handle, access))
             return leaf

@@ -69,6 +69,7 @@ class _Enter(_ModuleHook):
         engine = self._engine_for(module)
         if engine is None:
             return None
+        engine.outside.enter()
         watched = [unit for unit in self._units if engine.enter(unit)]
         return watch_inputs(engine, watched, *args) if watched else None
 
@@ -83,7 +84,7 @@ class _Leave(_ModuleHook):
             output = keep_no_views(engine.weights.by_storage, module, output)
         for unit in self._units:
             engine.weights.leave(unit)
-        return output
+        return engine.outside.leave(output)
 
 
 def keep_no_views(by_storage: dict[int, ZeroUnit], module: nn.Module, output: Any) -> Any:

@@ -32,29 +32,37 @@ def memory_report(
 
 def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
     trainable = [b for b in engine.buffers if any(h.param.requires_grad for h in b.handles)]
-    shard_bytes = {
-        buffer: buffer.nbytes // engine.collectives.world_size for buffer in engine.buffers
-    }
+    shard_bytes = {b: b.nbytes // engine.collectives.world_size for b in engine.buffers}
+    grad_bytes = {b: b.layout.shard_numel * b.master_dtype.itemsize for b in trainable}
+    mastered = [b for b in engine.buffers if b.has_master]
+    plain = [b for b in engine.buffers if not b.has_master]
     weights = engine.weights
     is_sharded = isinstance(weights, ShardedWeights)
     state = sum(
-        (segment.stop - segment.start) * state_bytes_per_element(driver.inner, segment.buffer.dtype)
+        (segment.stop - segment.start)
+        * state_bytes_per_element(driver.inner, segment.buffer.shard.dtype)
         for driver in engine.drivers
         for segment in driver.segments
     )
-    kept = sum(b.nbytes for b in trainable) if engine.placements.grad is Placement.UNREDUCED else 0
+    is_kept = engine.placements.grad is Placement.UNREDUCED
+    kept = sum(b.layout.numel * b.master_dtype.itemsize for b in trainable) if is_kept else 0
     largest = max((b.nbytes for b in trainable), default=0)
     return [
         MemoryRow(
             "model weights",
-            sum(shard_bytes.values()) if is_sharded else sum(b.nbytes for b in engine.buffers),
-            sum(
-                _bytes(b.full) * (not is_sharded) + _bytes(b.shard) * b.owns_shard
-                for b in engine.buffers
-            ),
+            sum(shard_bytes[b] for b in plain)
+            if is_sharded
+            else sum(b.nbytes for b in engine.buffers),
+            sum(_bytes(b.shard) for b in plain)
+            if is_sharded
+            else sum(_bytes(b.full) for b in engine.buffers),
         ),
-        MemoryRow("gradients", sum(shard_bytes[b] for b in trainable), engine.grads.shard_bytes()),
-        MemoryRow("master weights", 0, 0),
+        MemoryRow("gradients", sum(grad_bytes.values()), engine.grads.shard_bytes()),
+        MemoryRow(
+            "master weights",
+            sum(b.layout.shard_numel * b.master_dtype.itemsize for b in mastered),
+            sum(_bytes(b.shard) for b in mastered),
+        ),
         MemoryRow("optimizer state", state, sum(driver.state_bytes() for driver in engine.drivers)),
         MemoryRow(
             "gather window",

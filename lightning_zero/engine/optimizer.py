@@ -53,6 +53,8 @@ class OptimizerDriver:
         if initial:
             import_state(self, initial)
         user.__dict__.pop("step", None)  # schedulers wrap it; ours tells them itself
+        # gradients are unscaled here, never by a fused kernel
+        user.__dict__.pop("_step_supports_amp_scaling", None)
         user.__dict__[_DRIVER] = self
         user.__class__ = _driven_class(self.plain_class)
 
@@ -76,6 +78,8 @@ class OptimizerDriver:
             (seg.buffer, slot): (seg, state) for seg, state in old if state for slot in seg.slots
         }
         for buffer in {handle.buffer: None for handle in self.handles}:
+            if self._lacks_master(buffer):
+                buffer.make_master()
             pieces = own_slot_pieces(buffer)
             keys = {
                 slot: (
@@ -108,7 +112,14 @@ class OptimizerDriver:
         must not be joined.
         """
         is_fused = bool(self.user.param_groups[self.handles[handle]].get("fused"))
-        return is_fused or buffer.dtype not in (torch.float32, torch.float64)
+        return is_fused or buffer.shard.dtype not in (torch.float32, torch.float64)
+
+    @staticmethod
+    def _lacks_master(buffer: FlatBuffer) -> bool:
+        """Parameters that were frozen have no master weights before they are trained."""
+        return buffer.shard.dtype != buffer.master_dtype and any(
+            handle.param.requires_grad for handle in buffer.handles
+        )
 
     def handle_of(self, param: nn.Parameter) -> ParamHandle | None:
         """The handle of one of the optimizer's parameters; None if it is not the module's."""
@@ -209,7 +220,8 @@ class OptimizerDriver:
         self._build()
 
     def _refresh(self) -> None:
-        if self._signature != self._current_signature():
+        lacks_master = any(map(self._lacks_master, {handle.buffer for handle in self.handles}))
+        if lacks_master or self._signature != self._current_signature():
             self._build()
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,6 +339,8 @@ def release_optimizer(optimizer: Optimizer) -> None:
     if driver is not None:
         state = driver.state_dict()
         optimizer.__dict__.pop(_DRIVER)
+        if "_step_supports_amp_scaling" in driver.inner.__dict__:
+            optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.__class__ = driver.plain_class
         optimizer.load_state_dict(state)
 

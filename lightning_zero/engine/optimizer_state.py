@@ -148,7 +148,7 @@ def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[s
     handles = [buffer.handles[slot] for slot in part.slots]
     if not _is_full(name, value, handles[0].placeholder.shape):
         return value.detach().clone() if isinstance(value, Tensor) else value
-    dtype = buffer.dtype if value.is_floating_point() else value.dtype
+    dtype = buffer.master_dtype if value.is_floating_point() else value.dtype
     local = torch.zeros(part.stop - part.start, dtype=dtype, device=buffer.device)
     pieces = own_slot_pieces(buffer)
     for handle in handles:

@@ -61,13 +61,22 @@ class Weights(abc.ABC):
     def start_refresh(self, buffers: Iterable[FlatBuffer]) -> None:
         """The shards of these buffers have been updated by a step."""
 
+    def is_in_place(self, handle: ParamHandle) -> bool:
+        """Whether reading a parameter gives its own memory, without communication."""
+        return not (self.has_storage_of_its_own or handle.buffer.has_master)
+
     @abc.abstractmethod
     def read(self, handle: ParamHandle) -> Tensor:
-        """The full value of a parameter: in place if replicated, a copy if sharded (collective)."""
+        """The full value of a parameter: in place, or a copy (collective)."""
 
     @abc.abstractmethod
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         """Set a parameter from its full value, which has to be the same on all ranks."""
+
+    def adopt(self, handle: ParamHandle) -> None:
+        """Keep what all ranks have written to the plain parameter of a gathered unit."""
+        handle.adopt_data()
+        handle.buffer.adopt(handle)
 
     def enter(self, unit: ZeroUnit, phase: UnitPhase) -> None:
         """A module call that uses the unit begins."""
@@ -129,12 +138,16 @@ class ReplicatedWeights(Weights):
     def read(self, handle: ParamHandle) -> Tensor:
         """See the base class."""
         handle.buffer.pending.wait()
-        return handle.view
+        if self.is_in_place(handle):
+            return handle.view
+        return handle.buffer.gather_one(handle, handle.buffer.shard, "the value")
 
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         """See the base class."""
         handle.buffer.pending.wait()
         handle.view.copy_(value)
+        if handle.buffer.has_master:
+            handle.buffer.write_own_slice(handle, value)
 
 
 class ShardedWeights(Weights):
@@ -198,8 +211,9 @@ class ShardedWeights(Weights):
     def fetch(self, unit: ZeroUnit) -> None:
         """See the base class."""
         for buffer in unit.buffers:
-            buffer.allocate()
-            buffer.start_gather()
+            if not buffer.has_master:  # what is given back then is gathered by itself
+                buffer.allocate()
+                buffer.start_gather()
         unit.wait()
 
     def start_refresh(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -208,7 +222,7 @@ class ShardedWeights(Weights):
     def read(self, handle: ParamHandle) -> Tensor:
         """See the base class."""
         unit = self._unit_of[handle]
-        if unit in self._gathered:
+        if unit in self._gathered and not handle.buffer.has_master:
             if unit.is_gathering:
                 self._finish(unit)
             return handle.view.clone()
@@ -226,7 +240,7 @@ class ShardedWeights(Weights):
     def write_back(self, unit: ZeroUnit) -> None:
         """Put what was changed in a gathered unit into the shards."""
         for handle in unit.handles:
-            handle.buffer.write_own_slice(handle, handle.view)
+            handle.buffer.adopt(handle)
 
     def _prefetch(self, unit: ZeroUnit) -> None:
         keep, is_nearest = {unit}, True

@@ -15,9 +15,10 @@ ALLOWED = {
     "allocator": set(),
     "comm": {"errors", "pending"},
     "engine": {"comm", "config", "errors", "pending"},
-    "precision": {"engine"},
+    "loss_scale": {"engine", "errors"},
+    "precision": {"config", "engine", "loss_scale"},
     "strategy": {"allocator", "comm", "config", "engine", "errors", "precision"},
-    "__init__": {"engine", "errors", "strategy"},
+    "__init__": {"engine", "errors", "precision", "strategy"},
 }
 COLLECTIVES = re.compile(
     r"\b(all_gather|all_reduce|reduce_scatter|broadcast|isend|irecv|barrier|all_to_all)\w*$"
