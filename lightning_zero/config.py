@@ -87,4 +87,6 @@ class PrecisionPolicy:
     """
 
     default_keep_fp32: tuple[type, ...] = ()
-    """Module classes to keep in the same way; none of them needs to be there."""
+    """Classes of modules and of their forward pre-hooks: parameters of theirs that were built in
+    fp32 are not rounded.
+    """

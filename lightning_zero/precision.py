@@ -15,7 +15,9 @@ it into a subclass of the same name (checkpoints store the plugin's state under 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +29,8 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -61,13 +65,16 @@ _DTYPES: dict[Any, torch.dtype] = {
 }
 # Autocast does not reach the kernels of these, which want their parameters in the dtype of the
 # input or in fp32; and normalization is better done in fp32.
-_USUALLY_FP32: tuple[type[nn.Module], ...] = (
+_USUALLY_FP32: tuple[type, ...] = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
     nn.Bilinear,
+    SpectralNorm,
+    ParametrizationList,
 )
+_DTYPE_ERROR = re.compile("dtype|scalar type", re.IGNORECASE)
 _classes: dict[tuple[type, type], type] = {}
 
 PrecisionName = Literal[
@@ -82,8 +89,9 @@ class ZeroPrecision(Precision):
 
     "mixed" steps fp32 master weights, of which each rank holds its shard, whatever the module was
     built in, and computes with rounded copies under autocast. Outside of module calls a parameter
-    is its master weight: read, saved and given back in fp32. Normalization layers stay in fp32,
-    parameters in fp64 and integers keep their dtype, and buffers are never cast. "true" has no
+    is its master weight: read, saved and given back in fp32. Normalization layers and parametrized
+    weights stay in fp32, parameters in fp64 and integers keep their dtype, and buffers are never
+    cast. "true" has no
     masters and casts everything, as Lightning documents.
 
     The instance is also one of Lightning's own ``Precision``, ``MixedPrecision``, ``HalfPrecision``
@@ -216,6 +224,22 @@ class ZeroPrecision(Precision):
         for param in module.parameters():
             if param.dtype == self.policy.compute_dtype:
                 param.data = param.data.float()
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Errors about dtypes get a note that says why weights are in half precision."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.policy.model_dtype is not None and _DTYPE_ERROR.search(str(error)):
+                error.args = (
+                    f"{error}\nUnder precision={self.precision!r} model weights are in"
+                    f" {self.policy.model_dtype}. Where autocast does not cast the inputs (custom"
+                    " kernels, `torch.autocast(enabled=False)`), name the module in"
+                    f" ZeroPrecision({self.precision!r}, keep_fp32=[...]), or keep all weights in"
+                    " fp32 with model_dtype='fp32'.",
+                )
+            raise
 
     @override
     def backward(  # type: ignore[override]  # as Lightning's own plugins

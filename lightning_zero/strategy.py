@@ -248,7 +248,7 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self.engine.sync_buffers_if_due()
-        with self.engine.step_scope(is_training=is_training):
+        with self.precision_plugin.explained(), self.engine.step_scope(is_training=is_training):
             yield
         self.engine.note_forward(
             synchronizes=is_training

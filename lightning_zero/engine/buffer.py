@@ -162,7 +162,7 @@ class FlatBuffer:
             handle.set_data(handle.view)
         self.shard = self.own_slice
         self.owns_shard = self.is_sharded = False
-        if first.dtype == self.master_dtype != self.dtype:
+        if initial.dtype == self.master_dtype != self.dtype:
             # exact values are kept, whether they will be stepped or not
             self.shard = initial[self._own.start : self._own.stop].clone()
             self.owns_shard = True

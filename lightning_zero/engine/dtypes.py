@@ -34,7 +34,9 @@ def param_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[nn.Paramete
     usual = {
         param
         for submodule in module.modules()
-        if isinstance(submodule, policy.default_keep_fp32)
+        # some of torch.nn.utils work in a hook of the module
+        for worker in (submodule, *submodule._forward_pre_hooks.values())
+        if isinstance(worker, policy.default_keep_fp32)
         for param in submodule.parameters()
     }
     return {

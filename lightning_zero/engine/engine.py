@@ -440,8 +440,7 @@ class ZeroEngine:
         if gather:
             self.weights.fetch(unit)
         is_here = not (self.weights.has_storage_of_its_own or unit.is_gathering)
-        is_exact = not any(buffer.has_master for buffer in unit.buffers)
-        if gather or (is_here and is_exact):
+        if gather or (is_here and not unit.has_masters):
             guard.release(unit.handles)
             with torch.no_grad():
                 for buffer in unit.buffers:

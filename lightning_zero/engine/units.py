@@ -104,6 +104,11 @@ class ZeroUnit:
         self._phase = phase
 
     @property
+    def has_masters(self) -> bool:
+        """Whether any of the weights are rounded copies."""
+        return any(buffer.has_master for buffer in self.buffers)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter requires a gradient at the moment."""
         return any(handle.param.requires_grad for handle in self.handles)

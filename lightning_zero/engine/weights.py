@@ -78,6 +78,11 @@ class Weights(abc.ABC):
         handle.adopt_data()
         handle.buffer.adopt(handle)
 
+    def write_back(self, unit: ZeroUnit) -> None:
+        """Put what a module has changed in its own weights into the shards: it clamped them."""
+        for handle in unit.handles:
+            handle.buffer.adopt(handle)
+
     def enter(self, unit: ZeroUnit, phase: UnitPhase) -> None:
         """A module call that uses the unit begins."""
         self.need(unit, phase)
@@ -103,6 +108,18 @@ class ReplicatedWeights(Weights):
     """
 
     has_storage_of_its_own = False
+
+    def enter(self, unit: ZeroUnit, phase: UnitPhase) -> None:
+        """See the base class."""
+        super().enter(unit, phase)
+        if unit.pins == 1 and unit.has_masters:
+            unit.versions = unit.current_versions()
+
+    def leave(self, unit: ZeroUnit) -> None:
+        """See the base class."""
+        if unit.pins == 1 and unit.has_masters and unit.versions != unit.current_versions():
+            self.write_back(unit)
+        super().leave(unit)
 
     def need(self, unit: ZeroUnit, phase: UnitPhase) -> None:
         """See the base class."""
@@ -237,11 +254,6 @@ class ShardedWeights(Weights):
             handle.view.copy_(value)
         handle.buffer.write_own_slice(handle, value)
 
-    def write_back(self, unit: ZeroUnit) -> None:
-        """Put what was changed in a gathered unit into the shards."""
-        for handle in unit.handles:
-            handle.buffer.adopt(handle)
-
     def _prefetch(self, unit: ZeroUnit) -> None:
         keep, is_nearest = {unit}, True
         for following in self._schedule.upcoming():
@@ -282,7 +294,7 @@ class ShardedWeights(Weights):
         if unit.is_gathering:
             unit.wait()
         elif unit.versions != unit.current_versions():
-            self.write_back(unit)  # a module changed its own weights in place, e.g. clamped them
+            self.write_back(unit)
         del self._gathered[unit]
         self.gathered_bytes -= unit.nbytes
         unit.guard()

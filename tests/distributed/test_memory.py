@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroPrecision, ZeroStrategy
 from tests.support import models
 from tests.support.distributed import distributed, run_on_ranks
 from tests.support.measure import Blocks, live_bytes, train
@@ -21,11 +21,12 @@ from tests.support.runs import make_trainer
 LAYER = 64 * 65 * 4  # bytes of one block: the unit, the bucket and half of the gather window
 
 
-def measure(stage: int) -> dict[str, Any]:
+def measure(stage: int, **precision: Any) -> dict[str, Any]:
     before = live_bytes()
     module = Blocks()
     report: list[Any] = []
-    strategy = partial(ZeroStrategy, stage=stage, bucket_bytes=1000)
+    plugin = ZeroPrecision(**precision)
+    strategy = partial(ZeroStrategy, stage=stage, bucket_bytes=1000, precision_plugin=plugin)
     train(strategy, module, lambda trainer: report.extend(trainer.strategy.memory_report()))
     return {
         "weights": module.num_bytes,
@@ -47,16 +48,39 @@ def test_resting_bytes_are_those_of_the_paper(world_size: int) -> None:
             assert abs(result["at_rest"] - bound) <= LAYER + 0.02 * bound, (stage, result)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_resting_bytes_of_mixed_precision(world_size: int) -> None:
+    """Model weights in half, gradients added up in fp32: masters, gradients and Adam are 16 bytes
+    per parameter, of which each rank has its part; stage 3 holds nothing else.
+    """
+    for stage, replicated in {1: 2, 2: 2, 3: 0}.items():
+        for result in run_on_ranks(measure, world_size, stage, precision="bf16-mixed"):
+            num_params = result["weights"] // 4
+            bound = replicated * num_params + 16 * num_params / world_size
+            assert abs(result["at_rest"] - bound) <= LAYER + 0.02 * bound, (stage, result)
+
+
+def test_stage_3_gathers_half_the_bytes_of_its_window_in_mixed_precision() -> None:
+    for result in run_on_ranks(measure, 2, 3, precision="bf16-mixed"):
+        assert 0 < result["in_forward"] <= LAYER + 4096
+
+
 def test_stage_3_gathers_no_more_than_its_window() -> None:
     for result in run_on_ranks(measure, 2, 3):
         assert 0 < result["in_forward"] <= 2 * LAYER + 4096
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_forecast_agrees_with_what_is_measured(stage: int) -> None:
-    for result in run_on_ranks(measure, 2, stage):
+def test_the_forecast_agrees_with_what_is_measured(stage: int, precision: str) -> None:
+    for result in run_on_ranks(measure, 2, stage, precision=precision):
         rows = {row.kind: row for row in result["report"]}
-        for kind in ("model weights", "gradients", "optimizer state"):
+        has_masters = precision == "bf16-mixed"
+        assert (rows["master weights"].measured_bytes > 0) == has_masters
+        absent = set() if has_masters else {"master weights"}
+        absent |= {"model weights"} if has_masters and stage == 3 else set()
+        kinds = {"model weights", "gradients", "optimizer state", "master weights"}
+        for kind in kinds - absent:
             forecast, measured = rows[kind].forecast_bytes, rows[kind].measured_bytes
             assert measured > 0
             assert abs(forecast - measured) <= 0.05 * measured, rows[kind]

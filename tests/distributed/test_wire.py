@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroPrecision, ZeroStrategy
 from tests.support import models
 from tests.support.distributed import run_on_ranks
 from tests.support.measure import Blocks
@@ -31,8 +31,11 @@ class CountPerStep(pl.Callback):
         return {key: self.seen[3][key] - self.seen[2][key] for key in self.seen[0]}
 
 
-def count(stage: int, options: dict[str, Any], model: dict[str, int]) -> dict[str, int]:
+def count(
+    stage: int, options: dict[str, Any], model: dict[str, int], **precision: Any
+) -> dict[str, int]:
     counting, module = CountPerStep(), Blocks(**model)
+    options = {**options, "precision_plugin": ZeroPrecision(**precision)}
     trainer = make_trainer(partial(ZeroStrategy, stage=stage, **options), callbacks=[counting])
     trainer.fit(module, models.regression_loader())
     return {**counting.steady, "weights": module.num_bytes}
@@ -47,6 +50,35 @@ def test_bytes_on_the_wire_are_those_of_the_paper(world_size: int) -> None:
             least = passes * step["weights"] * (world_size - 1) / world_size
             assert step["sent_bytes"] <= 1.02 * least, (stage, step)
             if passes == 2:  # the third pass of stage 3 may be saved where the window is large
+                assert step["sent_bytes"] >= 0.98 * least, (stage, step)
+
+
+@pytest.mark.parametrize(
+    ("precision", "grad_dtype", "weight_bytes", "grad_bytes"),
+    [
+        ("bf16-mixed", None, 2, 2),
+        ("bf16-mixed", "fp32", 2, 4),
+        ("16-mixed", None, 2, 2),
+        ("32-true", "bf16", 4, 2),
+    ],
+)
+def test_half_precision_sends_half_the_bytes(
+    precision: str, grad_dtype: str | None, weight_bytes: int, grad_bytes: int
+) -> None:
+    for stage in (1, 2, 3):
+        for step in run_on_ranks(
+            count,
+            2,
+            stage,
+            {"bucket_bytes": 20_000},
+            {"width": 128},
+            precision=precision,
+            grad_dtype=grad_dtype,
+        ):
+            num_params = step["weights"] / 4
+            least = (grad_bytes + (2 if stage == 3 else 1) * weight_bytes) * num_params / 2
+            assert step["sent_bytes"] <= 1.02 * least, (stage, step)
+            if stage < 3:  # the last pass of stage 3 may be saved where the window is large
                 assert step["sent_bytes"] >= 0.98 * least, (stage, step)
 
 

@@ -57,6 +57,8 @@ class Case:
     """Several backwards precede a step: stage 1 adds before it reduces, stages 2 and 3 after."""
     local_state: str | None = None
     """Pattern of the state that DDP leaves different on each rank (batch norm's buffers)."""
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the stages' ZeroPrecision; the reference gets the precision of that name."""
     stage_3_refusal: str | None = None
     """Stage 3 may refuse the case on every rank, with an error that matches this."""
 
@@ -149,12 +151,23 @@ def train(case: Case, strategy: StrategyLike) -> RunRecord:
     module = case.module()
     record = RunRecord()
     callbacks = [*(case.callbacks() if case.callbacks else []), _Recorder(record)]
-    trainer = make_trainer(strategy, callbacks=callbacks, **case.trainer)
+    options = {**case.trainer, **_precision_options(case, strategy)}
+    trainer = make_trainer(strategy, callbacks=callbacks, **options)
     torch.manual_seed(200 + models.rank())  # dropout draws the same under every strategy
     record.result = case.drive(trainer, module, case)
     record.notes = dict(getattr(module, "notes", {}))
     record.state = full_state(module)
     return record
+
+
+def _precision_options(case: Case, strategy: StrategyLike) -> dict[str, Any]:
+    if not case.precision:
+        return {}
+    if strategy in (DDP, DDP_UNUSED):
+        return {"precision": case.precision["precision"]}
+    import lightning_zero
+
+    return {"plugins": [lightning_zero.ZeroPrecision(**case.precision)]}
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
