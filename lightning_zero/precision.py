@@ -120,10 +120,6 @@ class ZeroPrecision(Precision):
 
     policy: PrecisionPolicy
 
-    def __new__(cls, precision: Any = "32-true", *args: Any, **kwargs: Any) -> ZeroPrecision:
-        """An instance that is one of Lightning's plugins, too."""
-        return object.__new__(_class_for(cls, _PLAIN_CLASSES[_canonical(precision)]))
-
     def __init__(  # noqa: PLR0913
         self,
         precision: PrecisionName = "32-true",
@@ -146,6 +142,8 @@ class ZeroPrecision(Precision):
         }
         scaler = _scaler(name, loss_scale, knobs)
         policy = _policy(name, model_dtype, tuple(keep_fp32), grad_dtype)
+        # not in __new__, whose signature would hide this one from the command line
+        self.__class__ = _class_for(type(self), _PLAIN_CLASSES[name])
         self._set_up(name, policy, scaler)
 
     def _set_up(self, name: Any, policy: PrecisionPolicy, scaler: LossScaler | None) -> None:

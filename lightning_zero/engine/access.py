@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.buffer import ParamHandle
+from lightning_zero.engine.calls import ModuleCalls
 from lightning_zero.engine.grads import GradReducer
 from lightning_zero.engine.weights import Weights
 
@@ -20,8 +21,8 @@ class EngineAccess:
     changes of them are written back at the next read or boundary.
     """
 
-    def __init__(self, weights: Weights, grads: GradReducer) -> None:
-        self._weights, self._grads = weights, grads
+    def __init__(self, weights: Weights, grads: GradReducer, calls: ModuleCalls) -> None:
+        self._weights, self._grads, self._calls = weights, grads, calls
         self._aliases: list[tuple[ParamHandle, weakref.ref[Tensor]]] = []
         self._handed_out: list[tuple[ParamHandle, Tensor, int, bool]] = []
 
@@ -29,10 +30,14 @@ class EngineAccess:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
         return self._weights.is_in_place(handle)
 
+    def dtype_of(self, handle: ParamHandle) -> torch.dtype:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        return handle.buffer.dtype if self._calls.depth else handle.buffer.shard.dtype
+
     def read(self, handle: ParamHandle) -> Tensor:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
         self.flush()
-        return self._weights.read(handle)
+        return self._weights.read(handle, is_rounded=self._calls.depth > 0)
 
     @torch.no_grad()
     def write(self, handle: ParamHandle, value: Tensor) -> None:

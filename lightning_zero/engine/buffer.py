@@ -90,11 +90,6 @@ class ParamHandle:
         self.stride: tuple[int, ...]
         self.view: Tensor
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the parameter is outside of module calls; see [Note: master weights]."""
-        return self.buffer.shard.dtype
-
     def strided(self, flat: Tensor, offset: int) -> Tensor:
         """The parameter as a view of ``flat``, where its elements begin at ``offset``."""
         return flat.as_strided(self.placeholder.shape, self.stride, flat.storage_offset() + offset)
@@ -261,30 +256,21 @@ class FlatBuffer:
         label = f"the weights of {self.name}"
         return self._collectives.start_all_gather(flat, shard, label, self.index)
 
-    def adopt(self, handle: ParamHandle) -> None:
-        """Take what was written to a parameter in ``full`` into the shard.
+    def write_own_slice(self, handle: ParamHandle, value: Tensor) -> None:
+        """Put this rank's piece of a parameter's full ``value`` into the shard.
 
-        Of master weights only those are replaced whose rounded copies have changed.
+        A rounded value replaces only those master weights whose rounded copies it changes.
         """
         piece = self.layout.piece(handle.index, self.rank)
-        if not piece.numel or not self.owns_shard:
+        if not piece.numel:
             return
-        written = self.full[piece.start : piece.stop]
+        flat = self.flatten(handle, value)
+        offset = self.layout.slots[handle.index].offset
+        written = flat[piece.start - offset : piece.stop - offset]
         held = self.shard[piece.start - self._own.start : piece.stop - self._own.start]
-        if self.has_master:
+        if self.has_master and written.dtype == self.dtype:
             written = torch.where(held.to(self.dtype) == written, held, written.to(held.dtype))
         held.copy_(written)
-
-    def write_own_slice(self, handle: ParamHandle, value: Tensor) -> None:
-        """Put this rank's piece of a parameter's full ``value`` into the shard."""
-        piece = self.layout.piece(handle.index, self.rank)
-        if piece.numel:
-            flat = self.flatten(handle, value)
-            offset = self.layout.slots[handle.index].offset
-            own = self.layout.shard_range(piece.rank)
-            self.shard[piece.start - own.start : piece.stop - own.start].copy_(
-                flat[piece.start - offset : piece.stop - offset]
-            )
 
     def flatten(self, handle: ParamHandle, value: Tensor) -> Tensor:
         """The elements of ``value`` (of the parameter's shape) as 1-D tensor in the buffer's memory

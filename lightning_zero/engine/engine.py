@@ -18,11 +18,11 @@ from lightning_zero.config import PrecisionPolicy, ZeroConfig
 from lightning_zero.engine import clip, guard
 from lightning_zero.engine.access import EngineAccess
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.calls import ModuleCalls
 from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
 from lightning_zero.engine.grads import GradReducer
 from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, watch_saved_tensors
 from lightning_zero.engine.optimizer import OptimizerDriver
-from lightning_zero.engine.outside import OutsideCalls
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
@@ -88,7 +88,8 @@ class ZeroEngine:
         self._unit_of = {handle: unit for unit in self.units for handle in unit.handles}
         self.grads = GradReducer(self.buffers, collectives, self.placements.grad, policy.grad_dtype)
         self.weights = self._place_weights()
-        self.access = EngineAccess(self.weights, self.grads)
+        self.calls = ModuleCalls(call_context, self._device.type)
+        self.access = EngineAccess(self.weights, self.grads, self.calls)
         for handle in self.handles:
             guard.register(handle, self.access)
         _engines[self.access] = self
@@ -97,7 +98,6 @@ class ZeroEngine:
             unit.guard()
         by_param = {handle.param: unit for handle, unit in self._unit_of.items()}
         self._hooks = attach_module_hooks(module, self, by_param)
-        self.outside = OutsideCalls(call_context, self._device.type)
         self._has_grad_hook: set[ParamHandle] = set()
         self._backward_is_open = False
         self._peek_is_open = False
@@ -188,7 +188,7 @@ class ZeroEngine:
         Nothing stays gathered after an evaluation step.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.outside.step())
+            stack.enter_context(self.calls.step())
             if isinstance(self.weights, ShardedWeights) and is_training:
                 stack.enter_context(watch_saved_tensors(self, self.weights.by_storage))
             yield

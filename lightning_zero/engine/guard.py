@@ -64,6 +64,9 @@ class ParamAccess(Protocol):
     def is_in_place(self, handle: ParamHandle) -> bool:
         """Whether a read gives the parameter's own memory."""
 
+    def dtype_of(self, handle: ParamHandle) -> torch.dtype:
+        """The dtype that the parameter has at the moment; see [Note: master weights]."""
+
     def read(self, handle: ParamHandle) -> Tensor:
         """The full value: the own memory if ``is_in_place``, else a copy (collective)."""
 
@@ -85,6 +88,9 @@ class _Gone:
 
     def is_in_place(self, handle: ParamHandle) -> bool:
         return False
+
+    def dtype_of(self, handle: ParamHandle) -> torch.dtype:
+        return handle.placeholder.dtype
 
     def read(self, handle: ParamHandle) -> Tensor:
         raise ShardedParameterError(
@@ -206,7 +212,7 @@ def _answer(
     if name in _METADATA_METHODS:
         return func(*args, **kwargs)
     if name == "element_size":
-        return handle.dtype.itemsize
+        return access.dtype_of(handle).itemsize
     if access.is_in_place(handle):
         return NotImplemented
     if name in ("__repr__", "__format__"):
@@ -218,7 +224,7 @@ def _answer(
 
 def _overwrite(param: nn.Parameter, *args: Any, **kwargs: Any) -> nn.Parameter:
     handle, access = _guarded[id(param)]
-    value = torch.empty(param.shape, dtype=handle.dtype, device=param.device)
+    value = torch.empty(param.shape, dtype=access.dtype_of(handle), device=param.device)
     args = tuple(_unguarded(arg) if isinstance(arg, Tensor) else arg for arg in args)
     access.write(handle, value.copy_(*args, **kwargs))
     return param
@@ -235,9 +241,10 @@ def _plain_copy(param: nn.Parameter) -> nn.Parameter:
 
 
 def _describe(param: nn.Parameter) -> str:
-    handle, _ = _guarded[id(param)]
+    handle, access = _guarded[id(param)]
     return (
-        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype {handle.dtype},"
+        f"Parameter '{handle.fqn}' (sharded; shape {tuple(param.shape)}, dtype"
+        f" {access.dtype_of(handle)},"
         f" device {param.device};"
         " print it inside `lightning_zero.full_params`)"
     )
@@ -252,18 +259,18 @@ def _attribute(func: Callable[..., Any], kind: str, args: tuple[Any, ...]) -> An
         access.set_gradient(handle, args[1] if kind == "__set__" else None)
         return None
     if name == "dtype":
-        return handle.dtype
+        return access.dtype_of(handle)
     if name in ("itemsize", "nbytes"):
-        return handle.dtype.itemsize * (param.numel() if name == "nbytes" else 1)
+        return access.dtype_of(handle).itemsize * (param.numel() if name == "nbytes" else 1)
     if name == "data":
         if kind == "__set__" and args[1] is param:
             return None
         if kind == "__get__":
             return _hand_out(handle, access)
-        if (args[1].shape, args[1].dtype) != (param.shape, handle.dtype):
+        if (args[1].shape, args[1].dtype) != (param.shape, access.dtype_of(handle)):
             raise ValueError(
                 f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype"
-                f" {handle.dtype}, got data of shape"
+                f" {access.dtype_of(handle)}, got data of shape"
                 f" {tuple(args[1].shape)} and dtype {args[1].dtype}. A sharded parameter keeps"
                 f" both during a run."
             )

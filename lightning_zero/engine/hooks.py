@@ -69,7 +69,7 @@ class _Enter(_ModuleHook):
         engine = self._engine_for(module)
         if engine is None:
             return None
-        engine.outside.enter()
+        engine.calls.enter()
         watched = [unit for unit in self._units if engine.enter(unit)]
         return watch_inputs(engine, watched, *args) if watched else None
 
@@ -84,7 +84,7 @@ class _Leave(_ModuleHook):
             output = keep_no_views(engine.weights.by_storage, module, output)
         for unit in self._units:
             engine.weights.leave(unit)
-        return engine.outside.leave(output)
+        return engine.calls.leave(output)
 
 
 def keep_no_views(by_storage: dict[int, ZeroUnit], module: nn.Module, output: Any) -> Any:
@@ -150,14 +150,18 @@ def watch_inputs(
 def attach_module_hooks(
     root: nn.Module, engine: ZeroEngine, unit_of: dict[nn.Parameter, ZeroUnit]
 ) -> list[RemovableHandle]:
-    """Hook every module that tells of a unit. See [Note: how a unit is noticed]."""
+    """Hook every module that tells of a unit. See [Note: how a unit is noticed].
+
+    Where weights are rounded every module is hooked: reads depend on whether a call is under way.
+    """
+    has_masters = any(unit.has_masters for unit in engine.units)
     handles = []
     for module in root.modules():
         units = {unit_of[p]: None for p in module.parameters(recurse=False) if p in unit_of}
         below = {unit_of[p]: None for p in module.parameters() if p in unit_of}
         if len(below) == 1 and module is not root:
             units.update(below)
-        if units:
+        if units or has_masters:
             enter, leave = _Enter(module, engine, list(units)), _Leave(module, engine, list(units))
             handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, always_call=True))

@@ -66,8 +66,11 @@ class Weights(abc.ABC):
         return not (self.has_storage_of_its_own or handle.buffer.has_master)
 
     @abc.abstractmethod
-    def read(self, handle: ParamHandle) -> Tensor:
-        """The full value of a parameter: in place, or a copy (collective)."""
+    def read(self, handle: ParamHandle, *, is_rounded: bool) -> Tensor:
+        """The full value of a parameter, as master weight or rounded: in place, or a copy.
+
+        Collective for copies, except rounded ones of replicated weights.
+        """
 
     @abc.abstractmethod
     def write(self, handle: ParamHandle, value: Tensor) -> None:
@@ -75,13 +78,12 @@ class Weights(abc.ABC):
 
     def adopt(self, handle: ParamHandle) -> None:
         """Keep what all ranks have written to the plain parameter of a gathered unit."""
-        handle.adopt_data()
-        handle.buffer.adopt(handle)
+        handle.buffer.write_own_slice(handle, handle.adopt_data())
 
     def write_back(self, unit: ZeroUnit) -> None:
         """Put what a module has changed in its own weights into the shards: it clamped them."""
         for handle in unit.handles:
-            handle.buffer.adopt(handle)
+            handle.buffer.write_own_slice(handle, handle.view)
 
     def enter(self, unit: ZeroUnit, phase: UnitPhase) -> None:
         """A module call that uses the unit begins."""
@@ -152,11 +154,13 @@ class ReplicatedWeights(Weights):
                     buffer.start_gather()
                     unit.is_gathering = True
 
-    def read(self, handle: ParamHandle) -> Tensor:
+    def read(self, handle: ParamHandle, *, is_rounded: bool) -> Tensor:
         """See the base class."""
         handle.buffer.pending.wait()
         if self.is_in_place(handle):
             return handle.view
+        if is_rounded:
+            return handle.view.clone()
         return handle.buffer.gather_one(handle, handle.buffer.shard, "the value")
 
     def write(self, handle: ParamHandle, value: Tensor) -> None:
@@ -236,14 +240,15 @@ class ShardedWeights(Weights):
     def start_refresh(self, buffers: Iterable[FlatBuffer]) -> None:
         """See the base class. The next gather reads the updated shards."""
 
-    def read(self, handle: ParamHandle) -> Tensor:
+    def read(self, handle: ParamHandle, *, is_rounded: bool) -> Tensor:
         """See the base class."""
-        unit = self._unit_of[handle]
-        if unit in self._gathered and not handle.buffer.has_master:
+        unit, buffer = self._unit_of[handle], handle.buffer
+        if unit in self._gathered and (is_rounded or not buffer.has_master):
             if unit.is_gathering:
                 self._finish(unit)
             return handle.view.clone()
-        return handle.buffer.gather_one(handle, handle.buffer.shard, "the value")
+        value = buffer.gather_one(handle, buffer.shard, "the value")
+        return value.to(buffer.dtype) if is_rounded else value
 
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         """See the base class."""
