@@ -223,6 +223,17 @@ class ZeroPrecision(Precision):
             if param.dtype == self.policy.compute_dtype:
                 param.data = param.data.float()
 
+    def prepare_load(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Have parameters that are built in half precision in fp32 where masters are loaded into
+        them.
+        """
+        if self.policy.model_dtype is None:
+            return
+        for name, param in module.named_parameters():
+            saved = state.get(name)
+            if param.dtype == self.policy.compute_dtype and isinstance(saved, Tensor):
+                param.data = param.data.to(saved.dtype)
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """Errors about dtypes get a note that says why weights are in half precision."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -321,6 +321,15 @@ class ZeroStrategy(DDPStrategy):
         if driver is None:
             return super().optimizer_state(optimizer)
         return export_state(driver, is_wanted=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load full weights, whether the module is sharded at the moment or not."""
+        assert self.lightning_module is not None
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if self.engine is None and is_fitting:
+            self.precision_plugin.prepare_load(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     def memory_report(self) -> list[MemoryRow]:
         """Bytes of this rank by kind, forecast and measured.

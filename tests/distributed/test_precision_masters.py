@@ -93,6 +93,28 @@ def test_steps_smaller_than_an_ulp_add_up(
     run_on_ranks(move_slowly, world_size, precision, dtype, tmp_path / "last.ckpt")
 
 
+def resume(stage: int, dtype: torch.dtype, path: Path) -> None:
+    """A run in two parts, of which the second one begins with the saved masters."""
+    weights = []
+    for max_steps, resume_from in ((100, None), (50, None), (100, path)):
+        module = Slow(dtype)
+        plugin = ZeroPrecision("bf16-mixed")
+        strategy = partial(ZeroStrategy, stage, precision_plugin=plugin)
+        trainer = make_trainer(strategy, max_steps=max_steps, max_epochs=-1)
+        trainer.fit(module, ones(), ckpt_path=resume_from)
+        if max_steps == 50:
+            trainer.save_checkpoint(path)
+        weights.append(module.layer.weight.detach().clone())
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_survive_a_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    for stage in (1, 2, 3):
+        run_on_ranks(resume, 2, stage, dtype, tmp_path / f"{stage}.ckpt")
+
+
 class Looks(Regression):
     """Notes what parameters are inside and outside of module calls."""
 
