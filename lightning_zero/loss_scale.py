@@ -74,6 +74,7 @@ class LossScaler(torch.amp.GradScaler):
         """Multiply a loss, or losses, by the scale (in fp32, where a half would overflow)."""
 
         def scaled(value: Tensor) -> Tensor:
+            value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
             return value * torch.full((), self._value, dtype=torch.float32, device=value.device)
 
         return pytree.tree_map_only(Tensor, scaled, outputs)
@@ -147,14 +148,14 @@ class LossScaler(torch.amp.GradScaler):
                 self._raise()
 
     def _lower(self) -> None:
-        if self._is_dynamic and self._remaining > 1:
-            self._remaining -= 1
-        elif self._is_dynamic and self._value > self._min_scale:
-            self._value = max(self._value * self._backoff_factor, self._min_scale)
-        else:
+        if not self._is_dynamic or self._value <= self._min_scale:
             self._num_stuck += 1
             if self._num_stuck >= _PATIENCE:
                 self._give_up()
+        elif self._remaining > 1:
+            self._remaining -= 1
+        else:
+            self._value = max(self._value * self._backoff_factor, self._min_scale)
 
     def _raise(self) -> None:
         self._num_good, self._remaining = 0, self._hysteresis
@@ -173,6 +174,10 @@ class LossScaler(torch.amp.GradScaler):
             " learning rate, or train with precision='bf16-mixed', which needs no scaling."
             + ("" if self._is_dynamic else " Or let the scale adapt: `loss_scale=0`.")
         )
+
+    def begin_run(self) -> None:
+        """Forget what a run that broke off between unscaling and updating has left."""
+        self._overflows.clear()
 
     # -- reading, saving
 

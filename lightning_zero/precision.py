@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -74,6 +74,8 @@ _USUALLY_FP32: tuple[type, ...] = (
     SpectralNorm,
     ParametrizationList,
 )
+_LEAST = {"initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1}
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _DTYPE_ERROR = re.compile("dtype|scalar type", re.IGNORECASE)
 _classes: dict[tuple[type, type], type] = {}
 
@@ -141,7 +143,7 @@ class ZeroPrecision(Precision):
             "min_loss_scale": min_loss_scale,
         }
         scaler = _scaler(name, loss_scale, knobs)
-        policy = _policy(name, model_dtype, tuple(keep_fp32), grad_dtype)
+        policy = _policy(name, model_dtype, keep_fp32, grad_dtype)
         # not in __new__, whose signature would hide this one from the command line
         self.__class__ = _class_for(type(self), _PLAIN_CLASSES[name])
         self._set_up(name, policy, scaler)
@@ -193,6 +195,8 @@ class ZeroPrecision(Precision):
                 f" {type(trainer.strategy).__name__}. Pass Trainer(strategy='zero3'), or"
                 " precision=... instead of the plugin."
             )
+        if self._scaler is not None:
+            self._scaler.begin_run()
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -303,19 +307,21 @@ def _canonical(precision: Any) -> str:
 def _dtype(value: Any, option: str) -> torch.dtype | None:
     if value is None:
         return None
-    if value not in _DTYPES:
+    if not isinstance(value, str | torch.dtype) or value not in _DTYPES:
         raise ValueError(f"`{option}` must be 'fp32', 'bf16', 'fp16' or None, got {value!r}.")
     return _DTYPES[value]
 
 
-def _policy(
-    name: str, model: Any, keep_fp32: tuple[type[nn.Module] | str, ...], grad: Any
-) -> PrecisionPolicy:
+def _policy(name: str, model: Any, keep_fp32: Any, grad: Any) -> PrecisionPolicy:
     half = _HALF_OF.get(name.split("-")[0])
     compute = half if name.endswith("mixed") else None
     model_dtype, grad_dtype = _dtype(model, "model_dtype"), _dtype(grad, "grad_dtype")
+    if isinstance(keep_fp32, str) or not isinstance(keep_fp32, Iterable):
+        raise ValueError(f"`keep_fp32` must be a list of classes and names, got {keep_fp32!r}.")
+    keep_fp32 = tuple(keep_fp32)
     for entry in keep_fp32:
-        if not isinstance(entry, type | str):
+        is_class = isinstance(entry, type) and issubclass(entry, nn.Module)
+        if not (is_class or isinstance(entry, str)):
             raise ValueError(f"`keep_fp32` must hold module classes and names, got {entry!r}.")
     if model_dtype is not None and model_dtype not in (torch.float32, half):
         _refuse(name, "model_dtype", model, "model weights are in fp32 or in the half precision")
@@ -347,14 +353,11 @@ def _scaler(
             if value is not None:
                 _refuse(name, option, value, "only '16-mixed' scales losses")
         return None
-    least = {"initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1}
-    for option, value in chosen.items():
-        if option in least and (value != int(value) or value < least[option]):
-            raise ValueError(
-                f"`{option}` must be an integer of at least {least[option]}, got {value!r}."
-            )
-    if loss_scale is not None and loss_scale < 0:
-        raise ValueError(f"`loss_scale` must be 0 (adapted) or positive, got {loss_scale!r}.")
+    for option, least in _LEAST.items():
+        _check_number(option, chosen.get(option, least), least, is_whole=True)
+    _check_number("initial_scale_power", chosen.get("initial_scale_power", 0), most=127)
+    _check_number("loss_scale", loss_scale or 0.0, 0)
+    _check_number("min_loss_scale", chosen.get("min_loss_scale", 1.0), _TINY)
     if loss_scale:
         for option, value in chosen.items():
             raise MisconfigurationException(
@@ -363,10 +366,10 @@ def _scaler(
             )
         return LossScaler(scale=loss_scale, is_dynamic=False, window=1)
     power, least_scale = chosen.get("initial_scale_power", 16), chosen.get("min_loss_scale", 1.0)
-    if least_scale <= 0 or least_scale > 2.0**power:
+    if least_scale > 2.0**power:
         raise MisconfigurationException(
-            f"`min_loss_scale={least_scale}` must be positive and not larger than the scale to"
-            f" begin with, which `initial_scale_power={power}` makes {2.0**power:g}."
+            f"`min_loss_scale={least_scale}` is larger than the scale to begin with, which"
+            f" `initial_scale_power={power}` makes {2.0**power:g}."
         )
     return LossScaler(
         scale=2.0**power,
@@ -375,6 +378,16 @@ def _scaler(
         hysteresis=int(chosen.get("hysteresis", 1)),
         min_scale=least_scale,
     )
+
+
+def _check_number(
+    option: str, value: Any, least: float = 0, most: float = _HUGE, *, is_whole: bool = False
+) -> None:
+    is_number = isinstance(value, int | float) and least <= value <= most
+    if not is_number or (is_whole and value != int(value)):
+        kind = "an integer" if is_whole else "a number"
+        limits = f"at least {least:g}" if most == _HUGE else f"{least:g} to {most:g}"
+        raise ValueError(f"`{option}` must be {kind} of {limits}, got {value!r}.")
 
 
 def _refuse(precision: str, option: str, value: Any, reason: str) -> None:
