@@ -8,6 +8,8 @@ Importing the package registers the strategy names ``zero1``, ``zero2`` and ``ze
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.checkpoint.consolidate import consolidate
+from lightning_zero.checkpoint.foreign import convert
 from lightning_zero.engine.memory import MemoryRow
 from lightning_zero.errors import (
     LossScaleError,
@@ -30,6 +32,8 @@ __all__ = [
     "ZeroError",
     "ZeroPrecision",
     "ZeroStrategy",
+    "consolidate",
+    "convert",
     "full_params",
 ]
 

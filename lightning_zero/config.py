@@ -40,6 +40,11 @@ class ZeroConfig:
     unit_classes: tuple[type, ...] = ()
     """Modules of these classes are gathered as one unit each, whatever their size."""
 
+    save_format: str = "full"
+    """How checkpoints are saved: "full", one ordinary Lightning file, or "sharded", a folder into
+    which every rank writes its part.
+    """
+
     stall_timeout: timedelta = timedelta(seconds=20)
     """How long all ranks may wait for different operations before they stop with an error."""
 
@@ -51,6 +56,10 @@ class ZeroConfig:
         if self.window_bytes is not None and self.window_bytes < 0:
             raise ValueError(
                 f"`window_bytes` must be None or at least 0, got {self.window_bytes!r}."
+            )
+        if self.save_format not in ("full", "sharded"):
+            raise ValueError(
+                f"`save_format` must be 'full' or 'sharded', got {self.save_format!r}."
             )
         if self.stall_timeout <= timedelta(0):
             raise ValueError(f"`stall_timeout` must be positive, got {self.stall_timeout!r}.")

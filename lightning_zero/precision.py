@@ -228,9 +228,11 @@ class ZeroPrecision(Precision):
                 param.data = param.data.float()
 
     def prepare_load(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Have parameters that are built in half precision in fp32 where masters are loaded into
-        them.
+        """Widen parameters into which wider ones are going to be loaded: masters into a module that
+        was built in half precision, doubles into one that has not been converted yet.
         """
+        if isinstance(self, DoublePrecision):
+            self.convert_module(module)
         if self.policy.model_dtype is None:
             return
         for name, param in module.named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -20,14 +19,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import allocator
+from lightning_zero.checkpointing import CheckpointingStrategy
 from lightning_zero.comm.collectives import Collectives, SingleRank
 from lightning_zero.comm.groups import collectives_for, default_store
 from lightning_zero.comm.watch import open_sockets
 from lightning_zero.config import MEBIBYTE, ZeroConfig
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
-from lightning_zero.engine.optimizer import driver_of, parameters_of, release_optimizer
-from lightning_zero.engine.optimizer_state import export_state
+from lightning_zero.engine.optimizer import parameters_of, release_optimizer
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.probe import check_element_wise
 from lightning_zero.errors import ZeroError
@@ -43,7 +42,7 @@ _DEVICE_TYPES = ("cpu", "cuda")
 _VARIANTS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(CheckpointingStrategy):
     """Trains with ZeRO stage 1, 2 or 3: the numbers of DDP, with state sharded over the ranks.
 
     The module is never wrapped. On one device there is nothing to shard, and training is plain.
@@ -58,6 +57,9 @@ class ZeroStrategy(DDPStrategy):
         gather_after_fit: give the module its full weights back when a run ends. False leaves
             placeholders that say so, for models that would not fit.
         unit_classes: module classes to gather as one unit each, whatever their size.
+        save_format: "full" saves checkpoints as one ordinary Lightning file, "sharded" as a folder
+            into which every rank writes its part. Both load at any stage and on any number of
+            ranks.
         stall_timeout: how long all ranks may wait for different operations before they stop with an
             error.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
@@ -77,6 +79,7 @@ class ZeroStrategy(DDPStrategy):
         broadcast_buffers: bool = True,
         gather_after_fit: bool = True,
         unit_classes: tuple[type[nn.Module], ...] | list[type[nn.Module]] = (),
+        save_format: Literal["full", "sharded"] = "full",
         stall_timeout: timedelta = timedelta(seconds=20),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -104,6 +107,7 @@ class ZeroStrategy(DDPStrategy):
             broadcast_buffers=broadcast_buffers,
             gather_after_fit=gather_after_fit,
             unit_classes=tuple(unit_classes),
+            save_format=save_format,
             stall_timeout=stall_timeout,
         )
         self.engine: ZeroEngine | None = None
@@ -311,25 +315,6 @@ class ZeroStrategy(DDPStrategy):
     def on_predict_end(self) -> None:
         """Release held weights."""
         self._held.close()
-
-    # -- state
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer, with its tensors on rank 0 only. Collective."""
-        driver = driver_of(optimizer)
-        if driver is None:
-            return super().optimizer_state(optimizer)
-        return export_state(driver, is_wanted=self.is_global_zero)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full weights, whether the module is sharded at the moment or not."""
-        assert self.lightning_module is not None
-        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if self.engine is None and is_fitting:
-            self.precision_plugin.prepare_load(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict(checkpoint, strict=strict)
 
     def memory_report(self) -> list[MemoryRow]:
         """Bytes of this rank by kind, forecast and measured.

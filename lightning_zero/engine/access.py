@@ -23,6 +23,7 @@ class EngineAccess:
 
     def __init__(self, weights: Weights, grads: GradReducer, calls: ModuleCalls) -> None:
         self._weights, self._grads, self._calls = weights, grads, calls
+        self.detaches_to_itself = False
         self._aliases: list[tuple[ParamHandle, weakref.ref[Tensor]]] = []
         self._handed_out: list[tuple[ParamHandle, Tensor, int, bool]] = []
 

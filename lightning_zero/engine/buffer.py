@@ -282,6 +282,29 @@ class FlatBuffer:
         handle.strided(flat, 0).copy_(value)
         return flat
 
+    def own_piece(self, handle: ParamHandle, shard: Tensor) -> Tensor:
+        """This rank's elements of a parameter, 1-D, as view of a tensor that is laid out like the
+        shard; empty if it has none.
+        """
+        piece = self.layout.piece(handle.index, self.rank)
+        return shard[piece.start - self._own.start : piece.stop - self._own.start]
+
+    def own_range(self, handle: ParamHandle) -> range:
+        """Which of a parameter's elements, in memory order, are this rank's."""
+        piece = self.layout.piece(handle.index, self.rank)
+        offset = self.layout.slots[handle.index].offset
+        return range(piece.start - offset, piece.stop - offset)
+
+    def gather_values(self, shard: Tensor) -> dict[ParamHandle, Tensor]:
+        """The full values of all parameters, as views of one new tensor, from one that is laid out
+        like the shard. Collective.
+        """
+        flat = torch.empty(self.layout.numel, dtype=shard.dtype, device=self.device)
+        if self.layout.numel:
+            self._all_gather(flat, shard).wait()
+        slots = zip(self.handles, self.layout.slots, strict=True)
+        return {handle: handle.strided(flat, slot.offset) for handle, slot in slots}
+
     def gather_one(self, handle: ParamHandle, shard: Tensor, what: str) -> Tensor:
         """One parameter's full value from a tensor that is laid out like ``shard``, in memory of
         its own.

@@ -303,6 +303,7 @@ class ZeroEngine:
         same.
         """
         self.access.mark_stale()
+        self.grads.pending.difference_update(handles)
         with torch._C.DisableTorchFunctionSubclass():
             # as an in-place update of the parameter would: a graph from before the step must not be
             # used again
@@ -377,6 +378,35 @@ class ZeroEngine:
         accumulation window.
         """
         self._buffers_are_due = synchronizes
+
+    # -- saving
+
+    @contextlib.contextmanager
+    def sharded_state(self) -> Iterator[None]:
+        """Inside, ``module.state_dict()`` holds the sharded parameters themselves."""
+        self.access.flush()
+        self.access.detaches_to_itself = True
+        try:
+            yield
+        finally:
+            self.access.detaches_to_itself = False
+
+    @torch.no_grad()
+    def full_values(
+        self, handles: Collection[ParamHandle], *, is_wanted: bool
+    ) -> dict[ParamHandle, Tensor]:
+        """The full values of parameters on the CPU, on the ranks that want them. Collective; one
+        flat buffer is gathered at a time.
+        """
+        self.access.flush()
+        values: dict[ParamHandle, Tensor] = {}
+        for buffer in self.buffers:
+            wanted = [handle for handle in buffer.handles if handle in handles]
+            if wanted:
+                full = buffer.gather_values(buffer.shard)
+                if is_wanted:
+                    values.update({handle: full[handle].cpu().clone() for handle in wanted})
+        return values
 
     # -- full parameters
 

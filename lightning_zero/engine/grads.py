@@ -63,6 +63,8 @@ class GradReducer:
 
     Attributes:
         is_blocked: whether an accumulation window is open; see :meth:`blocked`.
+        keeps_unreduced: whether gradients stay full and local while it is.
+        pending: parameters whose gradients no step has used yet.
         peak_bytes: the most that unreduced gradients have taken.
     """
 
@@ -77,8 +79,9 @@ class GradReducer:
         self._average = 1.0 / collectives.world_size
         self._wire_dtype = wire_dtype
         self._loss_scale = 1.0
-        self._keeps_unreduced = placement is Placement.UNREDUCED
+        self.keeps_unreduced = placement is Placement.UNREDUCED
         self._has_window = False
+        self.pending: set[ParamHandle] = set()
         self.buckets = {buffer: GradBucket(buffer) for buffer in buffers}
         self._order = [self.buckets[buffer] for buffer in reversed(buffers)]
         self._ready_order: (
@@ -98,7 +101,7 @@ class GradReducer:
         """An accumulation window (Lightning's ``block_backward_sync``). Every rank enters it."""
         self.is_blocked = True
         # not left to the gradients: a rank whose step returns None has to send the same dtype
-        self._has_window |= self._keeps_unreduced
+        self._has_window |= self.keeps_unreduced
         try:
             yield
         finally:
@@ -170,7 +173,7 @@ class GradReducer:
 
     @property
     def _is_postponed(self) -> bool:
-        return self._keeps_unreduced and self.is_blocked
+        return self.keeps_unreduced and self.is_blocked
 
     def _launch_complete(self) -> None:
         """Reduce the complete buckets that no incomplete one precedes."""
@@ -249,6 +252,9 @@ class GradReducer:
         self._has_window = False
         for bucket, flags in used.items():
             bucket.has_grad = [old or new for old, new in zip(bucket.has_grad, flags, strict=True)]
+            self.pending.update(
+                handle for handle, flag in zip(bucket.buffer.handles, flags, strict=True) if flag
+            )
             bucket.is_used = [False] * len(flags)
         if self._ready_order is not None:
             self._agree_on_order()
@@ -285,6 +291,21 @@ class GradReducer:
 
     # -- between backward and step
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that are averaged over."""
+        return self._collectives.world_size
+
+    def expect_sums(self) -> None:
+        """Unreduced gradients of an accumulation window have been put in from outside."""
+        self._has_window = True
+
+    def settle(self) -> None:
+        """Bring everything into the buckets: reductions, changes by hooks, clipping."""
+        self._apply_scales()
+        self.wait()
+        self.write_back()
+
     def wait(self) -> None:
         """Finish all reductions that are under way."""
         while self._in_flight:
@@ -295,7 +316,7 @@ class GradReducer:
 
         Collective.
         """
-        if self._keeps_unreduced and any(bucket.unreduced is not None for bucket in self._order):
+        if self.keeps_unreduced and any(bucket.unreduced is not None for bucket in self._order):
             self.begin_backward(self._loss_scale)
             was_blocked, self.is_blocked = self.is_blocked, False
             self.end_backward()
@@ -366,6 +387,7 @@ class GradReducer:
         self.wait()
         for handle in handles:
             self._seen.pop(handle, None)
+            self.pending.discard(handle)
         for bucket in {self.buckets[handle.buffer]: None for handle in handles}:
             bucket.forget(handles, keep_zeros=not set_to_none)
 

@@ -61,6 +61,9 @@ _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 class ParamAccess(Protocol):
     """How the guard reaches the values behind parameters. Implemented by the engine."""
 
+    detaches_to_itself: bool
+    """``param.detach()`` gives the parameter: a state dict is being made of shards."""
+
     def is_in_place(self, handle: ParamHandle) -> bool:
         """Whether a read gives the parameter's own memory."""
 
@@ -85,6 +88,8 @@ class ParamAccess(Protocol):
 
 class _Gone:
     """The access of parameters that were left sharded when their run ended."""
+
+    detaches_to_itself = False
 
     def is_in_place(self, handle: ParamHandle) -> bool:
         return False
@@ -213,6 +218,8 @@ def _answer(
         return func(*args, **kwargs)
     if name == "element_size":
         return access.dtype_of(handle).itemsize
+    if name == "detach" and access.detaches_to_itself:
+        return param
     if access.is_in_place(handle):
         return NotImplemented
     if name in ("__repr__", "__format__"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,55 @@ if TYPE_CHECKING:
     from lightning_zero.engine.optimizer import OptimizerDriver
 
 
+@runtime_checkable
+class PieceReader(Protocol):
+    """A tensor that is not in memory, of which a part can be read."""
+
+    def read_piece(self, stride: tuple[int, ...], where: range, out: Tensor) -> None:
+        """Put elements ``where``, in memory order as ``stride`` gives it, into the 1-D ``out``."""
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """Stands for one entry per element of an optimizer's state, of which every rank has a part.
+
+    Attributes:
+        driver: the driver of the optimizer.
+        handle: the parameter that the entry belongs to.
+        key: its name in the optimizer's state.
+        dtype: of its elements.
+    """
+
+    driver: OptimizerDriver
+    handle: ParamHandle
+    key: str
+    dtype: torch.dtype
+
+    def own_piece(self) -> Tensor | None:
+        """The elements of this rank's piece of the parameter, 1-D; None if it has none."""
+        for segment in self.driver.segments:
+            if segment.buffer is self.handle.buffer and self.handle.index in segment.slots:
+                start, stop = own_slot_pieces(segment.buffer)[self.handle.index]
+                value: Tensor = self.driver.inner.state[segment.param][self.key]
+                return value[start - segment.start : stop - segment.start]
+        return None
+
+
+def shard_state(driver: OptimizerDriver) -> dict[str, Any]:
+    """The state in the format of ``Optimizer.state_dict``, with a :class:`StateShard` for every
+    tensor of a parameter's shape. Collective.
+    """
+    described = _describe(driver)
+    full: dict[ParamHandle, dict[str, Any]] = {}
+    for handle in driver.handles:
+        entries = described.get((handle.buffer.index, handle.index), {})
+        full[handle] = {
+            key: StateShard(driver, handle, key, value) if isinstance(value, torch.dtype) else value
+            for key, value in entries.items()
+        }
+    return _pack(driver, full)
+
+
 def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
     """The full state in the format of ``Optimizer.state_dict``. Collective.
 
@@ -22,7 +72,17 @@ def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
         is_wanted: whether this rank keeps the result; others take part and return no tensors of
             parameters.
     """
-    collectives = driver.engine.collectives
+    described = _describe(driver)
+    full: dict[ParamHandle, dict[str, Any]] = {}
+    for buffer in {handle.buffer: None for handle in driver.handles}:
+        full.update(_gather_buffer(driver, buffer, described, is_wanted))
+    return _pack(driver, full)
+
+
+def _describe(driver: OptimizerDriver) -> dict[tuple[int, int], dict[str, Any]]:
+    """By buffer and slot, what some rank has in its state: the dtype of what is per element, and
+    the values of the rest.
+    """
     own: dict[tuple[int, int], dict[str, Any]] = {}
     for segment in driver.segments:
         for slot in segment.slots:
@@ -32,12 +92,9 @@ def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
                 for key, value in state.items()
             }
     described: dict[tuple[int, int], dict[str, Any]] = {}
-    for part in collectives.all_gather_object(own, "the optimizer state"):
+    for part in driver.engine.collectives.all_gather_object(own, "the optimizer state"):
         described.update({key: value for key, value in part.items() if value})
-    full: dict[ParamHandle, dict[str, Any]] = {}
-    for buffer in {handle.buffer: None for handle in driver.handles}:
-        full.update(_gather_buffer(driver, buffer, described, is_wanted))
-    return _pack(driver, full)
+    return described
 
 
 def _on_cpu(value: Any) -> Any:
@@ -155,8 +212,11 @@ def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[s
         start, stop = pieces[handle.index]
         piece = buffer.layout.piece(handle.index, buffer.rank)
         offset = buffer.layout.slots[handle.index].offset
-        flat = buffer.flatten(handle, by_handle[handle][name].detach())
-        local[start - part.start : stop - part.start].copy_(
-            flat[piece.start - offset : piece.stop - offset]
-        )
+        where = range(piece.start - offset, piece.stop - offset)
+        source = by_handle[handle][name]
+        mine = local[start - part.start : stop - part.start]
+        if isinstance(source, PieceReader):
+            source.read_piece(handle.stride, where, mine)
+        else:
+            mine.copy_(buffer.flatten(handle, source.detach())[where.start : where.stop])
     return local

@@ -45,7 +45,8 @@ if __name__ == "__main__":
     reference, *strategies = sys.argv[1:]
     expected = weights(reference)
     for strategy in strategies:
-        print("SAME" if torch.equal(weights(strategy), expected) else "DIFFERENT", strategy)
+        outcome = "SAME" if torch.equal(weights(strategy), expected) else "DIFFERENT"
+        sys.stdout.write(f"{outcome} {strategy}\n")  # in one piece: both ranks write
 """
 
 

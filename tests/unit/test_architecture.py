@@ -15,10 +15,21 @@ ALLOWED = {
     "allocator": set(),
     "comm": {"errors", "pending"},
     "engine": {"comm", "config", "errors", "pending"},
+    "checkpoint": {"comm", "engine", "errors", "pending"},
     "loss_scale": {"engine", "errors"},
     "precision": {"config", "engine", "loss_scale"},
-    "strategy": {"allocator", "comm", "config", "engine", "errors", "precision"},
-    "__init__": {"engine", "errors", "precision", "strategy"},
+    "checkpointing": {"checkpoint", "comm", "config", "engine", "precision"},
+    "strategy": {
+        "allocator",
+        "checkpointing",
+        "comm",
+        "config",
+        "engine",
+        "errors",
+        "precision",
+    },
+    "cli": {"checkpoint"},
+    "__init__": {"checkpoint", "engine", "errors", "precision", "strategy"},
 }
 COLLECTIVES = re.compile(
     r"\b(all_gather|all_reduce|reduce_scatter|broadcast|isend|irecv|barrier|all_to_all)\w*$"

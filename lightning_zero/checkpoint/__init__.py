@@ -1,0 +1,1 @@
+"""Sharded checkpoints on disk. Knows nothing of Lightning or of the engine."""

@@ -1,0 +1,292 @@
+"""One file from a folder. Needs no process group, no GPU and no model class."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import safetensors_format
+from lightning_zero.checkpoint.failures import CheckpointError, some
+from lightning_zero.checkpoint.files import memory_of, sync_folder
+from lightning_zero.checkpoint.loading import load_from
+from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_meta
+from lightning_zero.checkpoint.safetensors_format import Entry
+from lightning_zero.checkpoint.workplace import Workplace, clean
+
+KEY = "__tensor__"  # {KEY: name} stands for a tensor of the folder
+_PREFIX = "model."
+# What Lightning leaves out of a checkpoint with `save_weights_only=True`.
+_NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "callbacks")
+# How many bytes of small tensors are read at once.
+_BATCH = 32 << 20
+
+
+def consolidate(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    weights_only: bool = False,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Make one file of a checkpoint folder.
+
+    The file is written under another name, compared with the folder tensor by tensor, and then put
+    in the place of what was there.
+
+    Args:
+        folder: the checkpoint.
+        out: the file.
+        kind: ``"ckpt"``, a file as Lightning and ``torch.save`` write it, or ``"safetensors"``,
+            the weights alone. By default what the suffix of ``out`` says.
+        weights_only: leave states of optimizers, schedulers and callbacks out of a ``.ckpt``.
+        max_shard_bytes: if the weights are larger, several ``.safetensors`` files are written, as
+            ``name-00001-of-00003.safetensors``, and ``name.safetensors.index.json``. (Tied
+            weights are in one of them once, under the first of their names.)
+        progress: called with the bytes that are done and all bytes; each is written and compared.
+
+    Returns:
+        The files.
+
+    Raises:
+        CheckpointError: if the folder does not hold what it should, or the file is not right.
+        ValueError: if the kind is unknown.
+    """
+    target = Path(os.path.abspath(out))
+    kind = kind or target.suffix.removeprefix(".")
+    if kind not in ("ckpt", "safetensors"):
+        raise ValueError(f"kind has to be 'ckpt' or 'safetensors', not {kind!r}")
+    source = _Source(OpenFolder.open(folder), progress)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clean(target.parent)
+    if target.is_dir():
+        raise CheckpointError(f"'{target}' is a folder")
+    with Workplace(target) as workplace:
+        if kind == "ckpt":
+            return _to_ckpt(source, workplace.new, target, weights_only)
+        return _to_safetensors(source, workplace.new, target, max_shard_bytes)
+
+
+@dataclass
+class _Source:
+    """The folder, and how much of it has been done."""
+
+    folder: OpenFolder
+    progress: Progress | None
+    done: int = 0
+    total: int = 0
+    meta: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_ours = self.folder.manifest is not None
+        self.meta = read_meta(self.folder.path) if is_ours else {}
+        if "state_dict" not in self.meta:
+            names = [n for n in self.folder.tensors if n.startswith(_PREFIX)]
+            names = names or list(self.folder.tensors)
+            self.meta["state_dict"] = {n.removeprefix(_PREFIX): {KEY: n} for n in names}
+
+    def entry(self, name: str) -> Entry:
+        """Describes a tensor.
+
+        Raises:
+            CheckpointError: if there is none of that name.
+        """
+        saved = self.folder.tensors.get(name)
+        if saved is None:
+            raise CheckpointError(f"'{self.folder.path}' does not have '{name}'")
+        return Entry(name, tuple(saved.size), saved.properties.dtype)
+
+    def batches(self, entries: Sequence[Entry]) -> Iterator[dict[str, Tensor]]:
+        """The tensors in that order; one that is large, or several that are small, at a time."""
+        start = 0
+        while start < len(entries):
+            stop, size = start + 1, entries[start].nbytes
+            while stop < len(entries) and size + entries[stop].nbytes <= _BATCH:
+                size += entries[stop].nbytes
+                stop += 1
+            yield self.read(entries[start:stop])
+            self.done += size
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+            start = stop
+
+    def read(self, entries: Sequence[Entry]) -> dict[str, Tensor]:
+        """New tensors with the values in the folder."""
+        tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in entries}
+        parts = {
+            name: TensorPart(tuple(t.shape), t.dtype, [((0,) * t.dim(), t)])
+            for name, t in tensors.items()
+        }
+        load_from(self.folder, parts)
+        return tensors
+
+
+def _placeholder(value: Any) -> str | None:
+    """The name of the tensor that a value stands for."""
+    is_one = isinstance(value, dict) and value.keys() == {KEY} and isinstance(value[KEY], str)
+    return value[KEY] if is_one else None
+
+
+def _replaced(value: Any, replace: Callable[[str], Any]) -> Any:
+    """A copy in which every placeholder has been replaced; what has none stays itself."""
+    name = _placeholder(value)
+    if name is not None:
+        return replace(name)
+    copy = value
+    if isinstance(value, dict):
+        entries = {key: _replaced(entry, replace) for key, entry in value.items()}
+        if any(entries[key] is not value[key] for key in value):
+            copy = OrderedDict(entries) if isinstance(value, OrderedDict) else entries
+    elif type(value) in (list, tuple):
+        items = [_replaced(entry, replace) for entry in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            copy = type(value)(items)
+    return copy
+
+
+def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) -> list[Path]:
+    dropped = _NOT_WEIGHTS if weights_only else ()
+    meta = {key: value for key, value in source.meta.items() if key not in dropped}
+    names: dict[str, None] = {}
+    _replaced(meta, lambda name: names.setdefault(name))
+    entries = [source.entry(name) for name in names]
+    source.total = 2 * sum(entry.nbytes for entry in entries)
+
+    path = folder / target.name
+    _write_ckpt(path, meta, source, entries)
+    # What was read is gone by now; the file is mapped, so that two copies are never in memory.
+    written = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    found: dict[str, Tensor] = {}
+    _match(meta, written, found)
+    for batch in source.batches(entries):
+        for name, tensor in batch.items():
+            if not _is_same(found.pop(name), tensor):
+                raise CheckpointError(f"'{name}' in '{path}' is not what was written")
+    os.replace(path, target)
+    sync_folder(target.parent)
+    return [target]
+
+
+def _write_ckpt(path: Path, meta: dict[str, Any], source: _Source, entries: list[Entry]) -> None:
+    tensors: dict[str, Tensor] = {}
+    for batch in source.batches(entries):
+        tensors.update(batch)
+    # one object for all places where a tensor appears, so that it is stored once
+    torch.save(_replaced(meta, tensors.__getitem__), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _match(meta: Any, written: Any, found: dict[str, Tensor]) -> None:
+    """Collect the tensors that have taken the places of the placeholders."""
+    name = _placeholder(meta)
+    if name is not None:
+        found[name] = written
+    elif isinstance(meta, dict):
+        for key, entry in meta.items():
+            _match(entry, written[key], found)
+    elif type(meta) in (list, tuple):
+        for entry, other in zip(meta, written, strict=True):
+            _match(entry, other, found)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    is_alike = a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
+    return is_alike and memory_of(a) == memory_of(b)
+
+
+def _to_safetensors(
+    source: _Source, folder: Path, target: Path, max_shard_bytes: int | None
+) -> list[Path]:
+    names, aliases, inline = _weights(source.meta["state_dict"])
+    entries = [source.entry(name)._replace(name=key) for name, key in names.items()]
+    source.total = 2 * sum(entry.nbytes for entry in entries)
+    entries += [Entry(key, tuple(t.shape), t.dtype) for key, t in inline.items()]
+    in_folder = {key: name for name, key in names.items()}
+
+    def batches(wanted: Sequence[Entry]) -> Iterator[Mapping[str, Tensor]]:
+        stored = [e._replace(name=in_folder[e.name]) for e in wanted if e.name in in_folder]
+        read = source.batches(stored)
+        ready: dict[str, Tensor] = {}
+        for entry in wanted:
+            if entry.name in inline:
+                yield {entry.name: inline[entry.name].contiguous()}
+                continue
+            if not ready:
+                ready = {names[name]: tensor for name, tensor in next(read).items()}
+            yield {entry.name: ready.pop(entry.name)}
+        next(read, None)  # counts the last batch
+
+    shards = safetensors_format.split(entries, max_shard_bytes)
+    files = [target.name]
+    if len(shards) > 1:
+        stem, suffix, number = target.stem, target.suffix, len(shards)
+        files = [f"{stem}-{i + 1:05d}-of-{number:05d}{suffix}" for i in range(number)]
+    for file, shard in zip(files, shards, strict=True):
+        safetensors_format.write(folder / file, shard, batches, aliases)
+    for file, shard in zip(files, shards, strict=True):
+        safetensors_format.compare(folder / file, shard, batches, aliases)
+    return _install(folder, target, dict(zip(files, shards, strict=True)))
+
+
+def _weights(
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
+    """What of a state dict goes into a safetensors file.
+
+    Returns:
+        The first key of each tensor of the folder, by its name there; further keys of the same
+        tensors with the first ones; tensors that are in ``meta`` itself.
+    """
+    names: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    inline: dict[str, Tensor] = {}
+    others = []
+    for key, value in state_dict.items():
+        name = _placeholder(value)
+        if name in names:
+            aliases[key] = names[name]
+        elif name is not None:
+            names[name] = key
+        elif isinstance(value, Tensor):
+            inline[key] = value
+        else:
+            others.append(key)
+    if others:
+        warnings.warn(
+            f"safetensors can not hold {some(others)}, which are no tensors", stacklevel=4
+        )
+    return names, aliases, inline
+
+
+def _install(folder: Path, target: Path, shards: dict[str, list[Entry]]) -> list[Path]:
+    """Move finished files to their place. An index is there only while its files are complete."""
+    index = target.with_name(f"{target.name}.index.json")
+    index.unlink(missing_ok=True)
+    for file in shards:
+        os.replace(folder / file, target.with_name(file))
+    paths = [target.with_name(file) for file in shards]
+    if len(shards) > 1:
+        content = {
+            "metadata": {"total_size": sum(e.nbytes for shard in shards.values() for e in shard)},
+            "weight_map": {e.name: file for file, shard in shards.items() for e in shard},
+        }
+        with (folder / index.name).open("x") as out:
+            json.dump(content, out, indent=2)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(folder / index.name, index)
+        target.unlink(missing_ok=True)  # a former single file
+        paths.append(index)
+    sync_folder(target.parent)
+    return paths

@@ -1,0 +1,198 @@
+"""What Lightning saves and loads, translated into calls of the checkpoint room."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint import run_state
+from lightning_zero.checkpoint.folder import is_folder, read_meta, remove_folder, save_folder
+from lightning_zero.checkpoint.packing import gather_whole, pack, read_all, unpack
+from lightning_zero.checkpoint.random_state import set_random_states
+from lightning_zero.engine.optimizer import driver_of, parameters_of
+from lightning_zero.engine.optimizer_state import export_state, shard_state
+from lightning_zero.precision import ZeroPrecision
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _PATH
+
+    from lightning_zero.comm.collectives import Collectives
+    from lightning_zero.config import ZeroConfig
+    from lightning_zero.engine.engine import ZeroEngine
+
+
+class CheckpointingStrategy(DDPStrategy):
+    """The part of :class:`~lightning_zero.ZeroStrategy` that saves and loads.
+
+    A checkpoint that is about to be saved holds the sharded parameters themselves, a loaded one
+    tensors that are read when they are used: nobody holds the whole model for it.
+    """
+
+    config: ZeroConfig
+    engine: ZeroEngine | None
+    _collectives: Collectives
+    _saved_run: Mapping[str, Any] = {}
+
+    # -- saving
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict, in which sharded parameters stand for their values."""
+        if self.engine is None:
+            return super().lightning_module_state_dict()
+        with self.engine.sharded_state():
+            return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer in its ordinary format, to be saved. Collective.
+
+        Its tensors are there on rank 0 only, or stand for their shards.
+        """
+        driver = driver_of(optimizer)
+        if driver is None:
+            return super().optimizer_state(optimizer)
+        if self.config.save_format == "sharded":
+            return shard_state(driver)
+        return export_state(driver, is_wanted=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint, to rank 0's path. Collective."""
+        path = self._collectives.all_gather_object(str(filepath), f"saving '{filepath}'")[0]
+        if "optimizer_states" in checkpoint:
+            checkpoint = {**checkpoint, run_state.KEY: self._run_state()}
+        if self.config.save_format == "full":
+            whole = gather_whole(checkpoint, self.engine, is_wanted=self.is_global_zero)
+            super().save_checkpoint(whole, path, storage_options=storage_options)
+            return
+        packed = pack(checkpoint, self._param_names(), is_writer=self.is_global_zero)
+        info = {
+            "step": checkpoint.get("global_step"),
+            "epoch": checkpoint.get("epoch"),
+            "stage": self.config.stage,
+            "world_size": self.world_size,
+            "precision": str(self.precision_plugin.precision),
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+        }
+        save_folder(_folder_path(path), packed.tensors, packed.meta, info, self._collectives)
+
+    def _run_state(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        is_automatic = self.lightning_module.automatic_optimization
+        return run_state.run_state(
+            self.engine,
+            self.lightning_module,
+            self.root_device,
+            self._collectives,
+            is_accumulating=is_automatic and loop._should_accumulate(),
+            is_sharded=self.config.save_format == "sharded",
+        )
+
+    def _param_names(self) -> list[list[str]]:
+        assert self.lightning_module is not None
+        names = {param: name for name, param in self.lightning_module.named_parameters()}
+        return [
+            [names.get(param, f"parameter {i}") for i, param in enumerate(parameters_of(optimizer))]
+            for optimizer in self.optimizers
+        ]
+
+    # -- loading
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, a file or a folder. Its tensors are read when they are used."""
+        path = _local_path(checkpoint_path)
+        if path is not None and is_folder(path):
+            return unpack(path, read_meta(path))
+        if path is not None and path.is_file() and type(self.checkpoint_io) is TorchCheckpointIO:
+            with contextlib.suppress(RuntimeError):  # a format of before PyTorch 1.6 has no map
+                loaded: dict[str, Any] = torch.load(
+                    path, map_location="cpu", mmap=True, weights_only=weights_only
+                )
+                return loaded
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of all optimizers, each rank its shards."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if driver_of(optimizer) is None:
+                optimizer.load_state_dict(read_all(state))
+                _optimizer_to_device(optimizer, self.root_device)
+            else:
+                optimizer.load_state_dict(state)
+        self._saved_run = checkpoint.get(run_state.KEY, {})
+        self._restore_random_states()
+
+    def _restore_random_states(self) -> None:
+        states = self._saved_run.get("random_states", [])
+        if len(states) == self.world_size:
+            set_random_states(states[self.global_rank], self.root_device)
+
+    @override
+    def on_train_start(self) -> None:
+        """Go on with the gradients of a checkpoint. Earlier, Lightning would drop them."""
+        assert self.lightning_module is not None
+        if self._saved_run:
+            saved = read_all(self._saved_run)
+            run_state.restore_run_gradients(self.engine, self.lightning_module, saved)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Go on with random numbers within an epoch: making an iterator has drawn some."""
+        if batch_idx > 0:
+            self._restore_random_states()
+        self._saved_run = {}
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Delete a checkpoint, a file or a folder, on rank 0."""
+        path = _local_path(filepath)
+        if path is not None and is_folder(path):
+            if self.is_global_zero:
+                remove_folder(path)
+        else:
+            super().remove_checkpoint(filepath)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load full weights, whether the module is sharded at the moment or not."""
+        assert self.lightning_module is not None
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        plugin = self.precision_plugin
+        if self.engine is None and is_fitting and isinstance(plugin, ZeroPrecision):
+            plugin.prepare_load(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+
+def _local_path(path: _PATH) -> Path | None:
+    """The path without its ``file://``; None if it is on another file system."""
+    protocol, _, rest = str(path).rpartition("://")
+    return Path(rest) if protocol in ("", "file", "local") else None
+
+
+def _folder_path(path: str) -> Path:
+    local = _local_path(path)
+    if local is None:
+        raise MisconfigurationException(
+            f"`save_format='sharded'` needs a local or mounted folder, got '{path}'. Pass"
+            " ZeroStrategy(save_format='full') to save one file through fsspec."
+        )
+    return local
