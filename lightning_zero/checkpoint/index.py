@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pickle
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
@@ -116,11 +117,19 @@ def build_metadata(items: Iterable[Item], empty: Iterable[Item], folder: str) ->
         raise CheckpointError(f"the chunks of all ranks overlap or leave holes in {some(wrong)}")
     return Metadata(
         dict(tensors),
-        planner_data={name: (name,) for name in tensors},
+        planner_data={name: _path(name) for name in tensors},
         storage_data=storage,
         storage_meta=StorageMeta(checkpoint_id=folder),
         version=CURRENT_DCP_VERSION,
     )
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Where tools that rebuild nested dictionaries put a tensor, as Lightning's own folders do."""
+    if name.startswith("model."):
+        return ("model", name.removeprefix("model."))
+    state = re.fullmatch(r"(optimizer_\d+)\.state\.(.+)\.([^.]+)", name)
+    return (name,) if state is None else (state[1], "state", state[2], state[3])
 
 
 def _is_covered(tensor: TensorStorageMetadata) -> bool:

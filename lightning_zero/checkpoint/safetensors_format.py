@@ -7,7 +7,6 @@ tensors in memory at once.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -76,7 +75,7 @@ def split(entries: Sequence[Entry], max_bytes: int | None) -> list[list[Entry]]:
 def write(
     path: Path, entries: Sequence[Entry], batches: Batches, aliases: Mapping[str, str]
 ) -> None:
-    """Write one file.
+    """Write one file; the caller syncs it.
 
     Args:
         path: of the new file.
@@ -94,8 +93,6 @@ def write(
         for batch in batches(ordered):
             for tensor in batch.values():
                 file.write(memory_of(tensor))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def compare(
@@ -121,7 +118,7 @@ def compare(
 def _is_next(file: BinaryIO, expected: memoryview) -> bool:
     for start in range(0, len(expected), BLOCK):
         part = expected[start : start + BLOCK]
-        if file.read(len(part)) != part:
+        if file.read(len(part)) != part.tobytes():  # comparing a memoryview is ten times slower
             return False
     return True
 

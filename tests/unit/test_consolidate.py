@@ -183,20 +183,22 @@ def test_refusals_leave_the_old_file(folder: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_not_what_was_written_is_noticed(
     folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsync = os.fsync
-
-    def damage(handle: int) -> None:
+    def then_damage(write: Any) -> Any:
         """The disk changes one byte of a tensor."""
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        if path.is_file() and path.suffix == f".{kind}":
+
+        def write_and_damage(*args: Any) -> None:
+            write(*args)
+            (path,) = [arg for arg in args if isinstance(arg, Path)]
             pattern = bytes(TENSORS["model.emb.weight"].view(torch.uint8).flatten().tolist())
             data = path.read_bytes()
             place = data.index(pattern)
             changed = bytes([pattern[0] ^ 1]) + pattern[1:]
             path.write_bytes(data[:place] + changed + data[place + len(pattern) :])
-        fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", damage)
+        return write_and_damage
+
+    monkeypatch.setattr(safetensors_format, "write", then_damage(safetensors_format.write))
+    monkeypatch.setattr(torch, "save", then_damage(torch.save))
     with pytest.raises(CheckpointError, match=r"emb.weight' in .* is not what was written"):
         consolidate(folder, tmp_path / f"out.{kind}")
     assert os.listdir(tmp_path) == ["folder"]
