@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import run_state
+from lightning_zero.checkpoint.failures import CheckpointError
 from lightning_zero.checkpoint.folder import is_folder, read_meta, remove_folder, save_folder
+from lightning_zero.checkpoint.foreign import foreign_kind
 from lightning_zero.checkpoint.packing import gather_whole, pack, read_all, unpack
 from lightning_zero.checkpoint.random_state import set_random_states
 from lightning_zero.engine.optimizer import driver_of, parameters_of
@@ -121,6 +123,8 @@ class CheckpointingStrategy(DDPStrategy):
         path = _local_path(checkpoint_path)
         if path is not None and is_folder(path):
             return unpack(path, read_meta(path))
+        if path is not None and path.is_dir():
+            raise _not_ours(path)
         if path is not None and path.is_file() and type(self.checkpoint_io) is TorchCheckpointIO:
             with contextlib.suppress(RuntimeError):  # a format of before PyTorch 1.6 has no map
                 loaded: dict[str, Any] = torch.load(
@@ -151,8 +155,7 @@ class CheckpointingStrategy(DDPStrategy):
         """Go on with the gradients of a checkpoint. Earlier, Lightning would drop them."""
         assert self.lightning_module is not None
         if self._saved_run:
-            saved = read_all(self._saved_run)
-            run_state.restore_run_gradients(self.engine, self.lightning_module, saved)
+            run_state.restore_run_gradients(self.engine, self.lightning_module, self._saved_run)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -180,6 +183,19 @@ class CheckpointingStrategy(DDPStrategy):
         if self.engine is None and is_fitting and isinstance(plugin, ZeroPrecision):
             plugin.prepare_load(self.lightning_module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict=strict)
+
+
+def _not_ours(path: Path) -> Exception:
+    kind = foreign_kind(path)
+    if kind is None:
+        return CheckpointError(
+            f"The folder '{path}' is no checkpoint: it has no manifest, which is written last."
+        )
+    out = path.with_name(f"{path.stem}-converted.ckpt")
+    return CheckpointError(
+        f"The folder '{path}' is a checkpoint of another system ({kind}). Convert it first:"
+        f" lightning-zero convert {path} {out}"
+    )
 
 
 def _local_path(path: _PATH) -> Path | None:

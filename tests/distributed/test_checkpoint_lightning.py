@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import (
     Checkpoint,
     ModelCheckpoint,
@@ -378,3 +379,20 @@ def test_one_failing_rank_does_not_hang_the_others(tmp_path: Path) -> None:
     )
     assert all(outcome.is_failure for outcome in outcomes)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+
+
+def resume_from(path: Path) -> str:
+    try:
+        trainer_for("sharded").fit(Rich(), data(), ckpt_path=path)
+    except Exception as error:
+        return str(error)
+    return "trained"
+
+
+def test_folders_of_others_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path / "other", no_dist=True)
+    for message in run_on_ranks(resume_from, 2, tmp_path / "empty"):
+        assert "no manifest" in message
+    for message in run_on_ranks(resume_from, 2, tmp_path / "other"):
+        assert f"lightning-zero convert {tmp_path / 'other'}" in message
