@@ -389,6 +389,7 @@ def resume_from(path: Path) -> str:
     return "trained"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_folders_of_others_are_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=tmp_path / "other", no_dist=True)
