@@ -43,12 +43,12 @@ class Rich(Recording):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen += 1
-        loss = F.mse_loss(self(batch[0]).float(), batch[1])
+        loss = F.mse_loss(self(batch[0]).float(), batch[1].float())
         self.note("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", F.mse_loss(self(batch[0]).float(), batch[1]), sync_dist=True)
+        self.log("val", F.mse_loss(self(batch[0]).float(), batch[1].float()), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         rest = [p for n, p in self.named_parameters() if p.requires_grad and "last" not in n]
@@ -66,7 +66,7 @@ class TwoOptimizers(Rich):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]).float(), batch[1])
+        loss = F.mse_loss(self(batch[0]).float(), batch[1].float())
         for optimizer in self.optimizers():
             optimizer.zero_grad()
         self.manual_backward(loss)
