@@ -28,6 +28,7 @@ from lightning_zero.precision import ZeroPrecision
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch import Trainer
 
     from lightning_zero.comm.collectives import Collectives
     from lightning_zero.config import ZeroConfig
@@ -47,6 +48,13 @@ class CheckpointingStrategy(DDPStrategy):
     _saved_run: Mapping[str, Any] = {}
 
     # -- saving
+
+    def check_checkpoint_folders(self, trainer: Trainer) -> None:
+        """Refuse places where checkpoints could not be saved, before anything is trained."""
+        places = [getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks]
+        for place in (*places, trainer.default_root_dir):
+            if place is not None and self.config.save_format == "sharded":
+                _folder_path(str(place))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

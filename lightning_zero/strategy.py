@@ -169,6 +169,8 @@ class ZeroStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self.check_checkpoint_folders(trainer)
         if is_fitting and self._layer_sync:
             self._check_layer_sync()
             self.model = self._layer_sync.apply(self.model)

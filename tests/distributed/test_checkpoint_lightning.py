@@ -327,6 +327,22 @@ def test_masters_are_what_is_saved(tmp_path: Path) -> None:
     assert info.info["world_size"] == 2
 
 
+def saves_to(url: str) -> str:
+    saver = ModelCheckpoint(url)
+    module = Rich()
+    try:
+        trainer_for("sharded", callbacks=[saver]).fit(module, data())
+    except Exception as error:
+        assert "loss" not in module.notes, "trained before it was refused"
+        return str(error)
+    return "works"
+
+
+def test_folders_on_other_file_systems_are_refused_at_setup() -> None:
+    for message in run_on_ranks(saves_to, 2, "memory://checkpoints"):
+        assert "save_format='full'" in message
+
+
 def to_a_url(url: str, save_format: str) -> str:
     try:
         trainer_for(save_format, callbacks=[Saves(url)]).fit(Rich(), data())  # type: ignore[arg-type]
