@@ -94,7 +94,7 @@ PAIRS = [  # saved by, resumed by: (stage, ranks)
 @pytest.mark.parametrize("name", ["rich", "two_optimizers"])
 def test_any_run_resumes_any_other(name: str, save_format: str, tmp_path: Path) -> None:
     (want,) = run_on_ranks(run, 1, zero(1), name, max_epochs=2)
-    pairs = PAIRS if save_format == "sharded" else PAIRS[::3]
+    pairs = PAIRS if (name, save_format) == ("rich", "sharded") else PAIRS[1::3]
     for number, ((stage, ranks), (other_stage, other_ranks)) in enumerate(pairs):
         path = tmp_path / f"{number}.ckpt"
         save = {"path": path, "epoch": 0}
@@ -136,7 +136,7 @@ def test_the_same_ranks_go_on_bitwise(precision: str, tmp_path: Path) -> None:
     for number, (stage, save_format) in enumerate(((1, "sharded"), (2, "full"), (3, "sharded"))):
         make = zero(stage, save_format, **PRECISIONS[precision])
         for name in ("rich", "dropping"):
-            if precision == "64-true" and name == "dropping":
+            if precision != "32-true" and name == "dropping":
                 continue
             folder = tmp_path / f"{number}{name}"
             run_on_ranks(compare_resumed, 2, make, name, folder, {"epoch": 0})
