@@ -46,7 +46,7 @@ if __name__ == "__main__":
     expected = weights(reference)
     for strategy in strategies:
         outcome = "SAME" if torch.equal(weights(strategy), expected) else "DIFFERENT"
-        sys.stdout.write(f"{outcome} {strategy}\n")  # in one piece: both ranks write
+        print(f"{outcome} {strategy}", flush=True)  # in one piece: both ranks write
 """
 
 
