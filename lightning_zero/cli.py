@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_zero.checkpoint import consolidate as consolidation
 from lightning_zero.checkpoint import foreign
 from lightning_zero.checkpoint.folder import read_info
 from lightning_zero.checkpoint.folder import verify as verify_folder
-
-Progress = Callable[[int, int], None]
+from lightning_zero.checkpoint.opening import Progress
 
 
 def consolidate(

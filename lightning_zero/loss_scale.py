@@ -82,8 +82,7 @@ class LossScaler(torch.amp.GradScaler):
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look for inf and NaN in the gradients of an optimizer. Collective if it is sharded."""
-        driver = driver_of(optimizer)
-        key = id(optimizer if driver is None else driver.user)
+        driver, key = driver_of(optimizer), _key(optimizer)
         if key in self._overflows:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -118,8 +117,7 @@ class LossScaler(torch.amp.GradScaler):
         """Step an optimizer, unless its gradients overflowed on any rank."""
         if "closure" in kwargs:
             raise RuntimeError("Closures are not supported together with loss scaling.")
-        driver = driver_of(optimizer)
-        key = id(optimizer if driver is None else driver.user)
+        key = _key(optimizer)
         if key not in self._overflows:
             self.unscale_(optimizer)
         return None if self._overflows[key] else optimizer.step(*args, **kwargs)
@@ -220,6 +218,12 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_overflows": {}, "_suspect": None}
+
+
+def _key(optimizer: Optimizer) -> int:
+    """The same for an optimizer and for Lightning's wrapper around it."""
+    driver = driver_of(optimizer)
+    return id(optimizer if driver is None else driver.user)
 
 
 def loss_scaler_like(scaler: torch.amp.GradScaler) -> LossScaler:

@@ -93,8 +93,7 @@ class ZeroPrecision(Precision):
     built in, and computes with rounded copies under autocast. Outside of module calls a parameter
     is its master weight: read, saved and given back in fp32. Normalization layers and parametrized
     weights stay in fp32, parameters in fp64 and integers keep their dtype, and buffers are never
-    cast. "true" has no
-    masters and casts everything, as Lightning documents.
+    cast. "true" has no masters and casts everything, as Lightning documents.
 
     The instance is also one of Lightning's own ``Precision``, ``MixedPrecision``, ``HalfPrecision``
     or ``DoublePrecision``.

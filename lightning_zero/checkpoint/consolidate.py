@@ -18,14 +18,13 @@ from torch import Tensor
 from lightning_zero.checkpoint import safetensors_format
 from lightning_zero.checkpoint.checksum import BLOCK
 from lightning_zero.checkpoint.failures import CheckpointError, some
-from lightning_zero.checkpoint.files import memory_of, sync_file, sync_folder
+from lightning_zero.checkpoint.files import memory_of, sync
+from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
 from lightning_zero.checkpoint.loading import load_from
 from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_meta
 from lightning_zero.checkpoint.safetensors_format import Entry
 from lightning_zero.checkpoint.workplace import Workplace, clean
 
-KEY = "__tensor__"  # {KEY: name} stands for a tensor of the folder
-_PREFIX = "model."
 # What Lightning leaves out of a checkpoint with `save_weights_only=True`.
 _NOT_WEIGHTS = ("optimizer_states", "lr_schedulers", "callbacks")
 # How many bytes of small tensors are read at once.
@@ -93,9 +92,9 @@ class _Source:
         is_ours = self.folder.manifest is not None
         self.meta = read_meta(self.folder.path) if is_ours else {}
         if "state_dict" not in self.meta:
-            names = [n for n in self.folder.tensors if n.startswith(_PREFIX)]
+            names = [n for n in self.folder.tensors if n.startswith(MODEL)]
             names = names or list(self.folder.tensors)
-            self.meta["state_dict"] = {n.removeprefix(_PREFIX): {KEY: n} for n in names}
+            self.meta["state_dict"] = {n.removeprefix(MODEL): {KEY: n} for n in names}
 
     def entry(self, name: str) -> Entry:
         """Describes a tensor.
@@ -133,15 +132,9 @@ class _Source:
         return tensors
 
 
-def _placeholder(value: Any) -> str | None:
-    """The name of the tensor that a value stands for."""
-    is_one = isinstance(value, dict) and value.keys() == {KEY} and isinstance(value[KEY], str)
-    return value[KEY] if is_one else None
-
-
 def _replaced(value: Any, replace: Callable[[str], Any]) -> Any:
     """A copy in which every placeholder has been replaced; what has none stays itself."""
-    name = _placeholder(value)
+    name = placeholder(value)
     if name is not None:
         return replace(name)
     copy = value
@@ -167,7 +160,7 @@ def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) ->
     path = folder / target.name
     _write_ckpt(path, meta, source, entries)
     with ThreadPoolExecutor(1) as beside:
-        synced = beside.submit(sync_file, path)
+        synced = beside.submit(sync, path)
         # What was read is gone by now; the file is mapped: two copies are never in memory.
         written = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         found: dict[str, Tensor] = {}
@@ -178,7 +171,7 @@ def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) ->
                     raise CheckpointError(f"'{name}' in '{path}' is not what was written")
         synced.result()
     os.replace(path, target)
-    sync_folder(target.parent)
+    sync(target.parent)
     return [target]
 
 
@@ -192,7 +185,7 @@ def _write_ckpt(path: Path, meta: dict[str, Any], source: _Source, entries: list
 
 def _match(meta: Any, written: Any, found: dict[str, Tensor]) -> None:
     """Collect the tensors that have taken the places of the placeholders."""
-    name = _placeholder(meta)
+    name = placeholder(meta)
     if name is not None:
         found[name] = written
     elif isinstance(meta, dict):
@@ -244,7 +237,7 @@ def _to_safetensors(
         syncs = []
         for file, shard in zip(files, shards, strict=True):
             safetensors_format.write(folder / file, shard, batches, aliases)
-            syncs.append(beside.submit(sync_file, folder / file))
+            syncs.append(beside.submit(sync, folder / file))
         for file, shard in zip(files, shards, strict=True):
             safetensors_format.compare(folder / file, shard, batches, aliases)
         for synced in syncs:
@@ -266,7 +259,7 @@ def _weights(
     inline: dict[str, Tensor] = {}
     others = []
     for key, value in state_dict.items():
-        name = _placeholder(value)
+        name = placeholder(value)
         if name in names:
             aliases[key] = names[name]
         elif name is not None:
@@ -301,5 +294,5 @@ def _install(folder: Path, target: Path, shards: dict[str, list[Entry]]) -> list
         os.replace(folder / index.name, index)
         target.unlink(missing_ok=True)  # a former single file
         paths.append(index)
-    sync_folder(target.parent)
+    sync(target.parent)
     return paths

@@ -10,7 +10,6 @@ disk; memory is needed for the result and one more tensor.
 from __future__ import annotations
 
 import importlib
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.failures import CheckpointError, CorruptCheckpointError, describe
-from lightning_zero.checkpoint.files import sync_folder
+from lightning_zero.checkpoint.files import sync
 from lightning_zero.checkpoint.foreign_dcp import has_meta, is_dcp, read_dcp
 from lightning_zero.checkpoint.foreign_deepspeed import find_tag, read_deepspeed
-from lightning_zero.checkpoint.foreign_unpickle import Meter, Progress
+from lightning_zero.checkpoint.foreign_unpickle import Meter
 from lightning_zero.checkpoint.index import MANIFEST
+from lightning_zero.checkpoint.opening import Progress
 
 # Lightning migrates a checkpoint from the version that wrote it; what we make is like this one's.
 _LIGHTNING_VERSION = "2.5.0"
@@ -128,10 +128,9 @@ def convert(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
         temporary = Path(work) / out.name
         write(content, temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         temporary.replace(out)
-    sync_folder(out.parent)
+    sync(out.parent)
 
 
 def _unshared(state_dict: dict[str, Any]) -> dict[str, Tensor]:

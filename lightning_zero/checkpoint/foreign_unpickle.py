@@ -20,8 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_zero.checkpoint.failures import CheckpointError, CorruptCheckpointError, describe
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+from lightning_zero.checkpoint.opening import Progress
 
 
 class Inert:

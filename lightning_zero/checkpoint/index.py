@@ -36,6 +36,8 @@ from lightning_zero.checkpoint.failures import (
     some,
 )
 
+KEY = "__tensor__"  # in `meta`, {KEY: name} stands for a tensor of the folder
+MODEL = "model."  # the names of weights begin with it
 METADATA, MANIFEST, META = ".metadata", "manifest.json", "meta.pt"
 FORMAT = 1
 _PREFIX = '{"crc32": "%08x", '
@@ -124,10 +126,16 @@ def build_metadata(items: Iterable[Item], empty: Iterable[Item], folder: str) ->
     )
 
 
+def placeholder(value: Any) -> str | None:
+    """The name of the tensor for which an entry of ``meta`` stands, if it does."""
+    is_one = isinstance(value, dict) and value.keys() == {KEY} and isinstance(value[KEY], str)
+    return value[KEY] if is_one else None
+
+
 def _path(name: str) -> tuple[str, ...]:
     """Where tools that rebuild nested dictionaries put a tensor, as Lightning's own folders do."""
-    if name.startswith("model."):
-        return ("model", name.removeprefix("model."))
+    if name.startswith(MODEL):
+        return (MODEL.rstrip("."), name.removeprefix(MODEL))
     state = re.fullmatch(r"(optimizer_\d+)\.state\.(.+)\.([^.]+)", name)
     return (name,) if state is None else (state[1], "state", state[2], state[3])
 

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_zero.checkpoint import run_state
 from lightning_zero.checkpoint.hyper_parameters import safe_hyper_parameters
+from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
 from lightning_zero.checkpoint.loading import load_from
 from lightning_zero.checkpoint.opening import OpenFolder, TensorPart
-from lightning_zero.checkpoint.rectangles import Rectangle, rectangles
+from lightning_zero.checkpoint.rectangles import Rectangle, memory_order, rectangles
 from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.guard import handle_of
 from lightning_zero.engine.optimizer_state import StateShard
@@ -27,9 +28,6 @@ from lightning_zero.engine.saved_grads import GradShard
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
-
-_KEY = "__tensor__"
-_MODEL = "model"
 
 
 class Packed(NamedTuple):
@@ -61,7 +59,7 @@ class _Packer:
     def pack(self, checkpoint: dict[str, Any]) -> Packed:
         meta = dict(checkpoint)
         meta["state_dict"] = {
-            key: self._put(f"{_MODEL}.{key}", value) if isinstance(value, Tensor) else value
+            key: self._put(f"{MODEL}{key}", value) if isinstance(value, Tensor) else value
             for key, value in checkpoint.get("state_dict", {}).items()
         }
         if "optimizer_states" in checkpoint:
@@ -103,7 +101,7 @@ class _Packer:
                     whole = ((0,) * value.dim(), value)
                     part = TensorPart(tuple(value.shape), value.dtype, [whole])
                     self._tensors[names[key]] = part
-            packed.append({key: {_KEY: name} for key, name in names.items()})
+            packed.append({key: {KEY: name} for key, name in names.items()})
         return packed
 
     def _rest(self, path: str, value: Any) -> Any:
@@ -121,10 +119,10 @@ class _Packer:
 
     def _put(self, name: str, value: Tensor | StateShard | GradShard) -> dict[str, str]:
         if id(value) in self._name_of:  # tied weights are written once
-            return {_KEY: self._name_of[id(value)]}
+            return {KEY: self._name_of[id(value)]}
         self._tensors[name] = self._part(value)
         self._name_of[id(value)] = name
-        return {_KEY: name}
+        return {KEY: name}
 
     def _part(self, value: Tensor | StateShard | GradShard) -> TensorPart:
         if isinstance(value, StateShard | GradShard):
@@ -151,7 +149,7 @@ def part_of(handle: ParamHandle, dtype: torch.dtype, piece: Tensor | None) -> Te
 
 def shaped(flat: Tensor, rectangle: Rectangle, stride: Sequence[int]) -> Tensor:
     """1-D elements in memory order as tensor of the shape of a rectangle (a view)."""
-    order = sorted(range(len(stride)), key=lambda dim: (-stride[dim], dim))
+    order = memory_order(stride)
     by_memory = flat.view([rectangle.lengths[dim] for dim in order])
     return by_memory.permute([order.index(dim) for dim in range(len(order))])
 
@@ -186,8 +184,9 @@ class SavedTensor(Tensor):
     def read_piece(self, stride: tuple[int, ...], where: range, out: Tensor) -> None:
         """Put elements ``where``, in memory order as ``stride`` gives it, into the 1-D ``out``."""
         if self.changed is not None:
-            order = sorted(range(self.dim()), key=lambda dim: (-stride[dim], dim))
-            out.copy_(self.changed.permute(order).reshape(-1)[where.start : where.stop])
+            out.copy_(
+                self.changed.permute(memory_order(stride)).reshape(-1)[where.start : where.stop]
+            )
             return
         self._fill(
             [
@@ -237,8 +236,8 @@ def unpack(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            if value.keys() == {_KEY}:
-                name = value[_KEY]
+            name = placeholder(value)
+            if name is not None:
                 if name not in made:
                     made[name] = SavedTensor.of(folder, name)
                 return made[name]

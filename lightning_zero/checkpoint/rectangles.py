@@ -21,6 +21,11 @@ class Rectangle(NamedTuple):
     stop: int
 
 
+def memory_order(stride: Sequence[int]) -> list[int]:
+    """The dimensions of a dense tensor, the slowest in memory first."""
+    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
+
+
 def rectangles(
     shape: Sequence[int], stride: Sequence[int], start: int, stop: int
 ) -> list[Rectangle]:
@@ -42,7 +47,7 @@ def rectangles(
         raise ValueError(f"{start} .. {stop} is not a range of a tensor of shape {tuple(shape)}")
     if start == stop:
         return []
-    slowest_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    slowest_first = memory_order(stride)
     sizes = [shape[dim] for dim in slowest_first]
     found = []
     position = start

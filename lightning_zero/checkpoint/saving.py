@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.checksum import FileRecord
 from lightning_zero.checkpoint.failures import CheckpointError, describe, together
-from lightning_zero.checkpoint.files import TensorFile, sync_folder, write_file
+from lightning_zero.checkpoint.files import TensorFile, sync, write_file
 from lightning_zero.checkpoint.index import (
     MANIFEST,
     META,
@@ -130,9 +130,9 @@ def _write_index(
 ) -> None:
     files[METADATA] = write_file(folder / METADATA, pickle.dumps(metadata))
     # The manifest comes last: a folder without it is not a checkpoint.
-    sync_folder(folder)
+    sync(folder)
     write_file(folder / MANIFEST, dump_manifest(info, files))
-    sync_folder(folder)
+    sync(folder)
 
 
 def dump_meta(meta: dict[str, Any]) -> bytes:

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_zero.checkpoint.failures import CheckpointError
-from lightning_zero.checkpoint.files import sync_folder
+from lightning_zero.checkpoint.files import sync
 
 try:
     import fcntl
@@ -96,12 +96,12 @@ class Workplace:
             _put_back(self._folder, self._target)
             raise
         # before `old` is deleted
-        sync_folder(self._target.parent)
+        sync(self._target.parent)
 
     def discard(self) -> None:
         """Take the target away, to be deleted when the context is left."""
         os.rename(self._target, self._folder / "trash")
-        sync_folder(self._target.parent)
+        sync(self._target.parent)
 
 
 def clean(parent: Path) -> None:
@@ -205,7 +205,7 @@ def _put_back(folder: Path, target: Path) -> None:
     old = folder / "old"
     if os.path.lexists(old) and not os.path.lexists(target):
         os.rename(old, target)
-        sync_folder(target.parent)
+        sync(target.parent)
 
 
 def _remove(folder: Path, lock: Path) -> None:

@@ -219,12 +219,9 @@ class FlatBuffer:
 
         Master weights are gathered for it (collective); without them ``full`` must be gathered.
         """
-        flat = self.full
-        if self.has_master:
-            flat = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.device)
-            self._all_gather(flat, self.shard).wait()
-        for handle, slot in zip(self.handles, self.layout.slots, strict=True):
-            handle.view = handle.strided(flat, slot.offset).clone()
+        masters = self.gather_values(self.shard) if self.has_master else {}
+        for handle in self.handles:
+            handle.view = masters.get(handle, handle.view).clone()
             handle.set_data(handle.view)
         self._drop()
 
@@ -261,13 +258,11 @@ class FlatBuffer:
 
         A rounded value replaces only those master weights whose rounded copies it changes.
         """
-        piece = self.layout.piece(handle.index, self.rank)
-        if not piece.numel:
+        where = self.own_range(handle)
+        if not len(where):
             return
-        flat = self.flatten(handle, value)
-        offset = self.layout.slots[handle.index].offset
-        written = flat[piece.start - offset : piece.stop - offset]
-        held = self.shard[piece.start - self._own.start : piece.stop - self._own.start]
+        written = self.flatten(handle, value)[where.start : where.stop]
+        held = self.own_piece(handle, self.shard)
         if self.has_master and written.dtype == self.dtype:
             written = torch.where(held.to(self.dtype) == written, held, written.to(held.dtype))
         held.copy_(written)

@@ -363,19 +363,16 @@ class GradReducer:
         """Take over changes of gradients that were handed out."""
         if not self._seen:
             return
-        rank = self._collectives.rank
         for handle, value in self._seen.items():
             buffer, bucket = handle.buffer, self.buckets[handle.buffer]
             if not bucket.has_grad[handle.index]:  # seen inside an accumulation window
                 carried = self._carried(bucket)
                 bucket.unreduced_view(handle).copy_(value.detach() * carried)
                 continue
-            own, slot = buffer.layout.shard_range(rank), buffer.layout.slots[handle.index]
-            piece = buffer.layout.piece(handle.index, rank)
-            if piece.numel:
-                flat = buffer.flatten(handle, value.detach())
-                mine = flat[piece.start - slot.offset : piece.stop - slot.offset]
-                bucket.shard_or_new()[piece.start - own.start : piece.stop - own.start].copy_(mine)
+            where = buffer.own_range(handle)
+            if len(where):
+                mine = buffer.flatten(handle, value.detach())[where.start : where.stop]
+                buffer.own_piece(handle, bucket.shard_or_new()).copy_(mine)
         self._seen.clear()
 
     def zero(self, handles: Collection[ParamHandle], *, set_to_none: bool) -> None:

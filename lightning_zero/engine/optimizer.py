@@ -44,6 +44,7 @@ class OptimizerDriver:
         self.segments: list[Segment] = []
         self.handles: dict[ParamHandle, int] = {}
         self._by_param: dict[int, ParamHandle] = {}
+        self._buffers: list[FlatBuffer] = []
         self._is_closed = False
         self.inner = inner_optimizer(user)
         self._signature: list[list[int]] = []
@@ -77,7 +78,8 @@ class OptimizerDriver:
         origin = {
             (seg.buffer, slot): (seg, state) for seg, state in old if state for slot in seg.slots
         }
-        for buffer in {handle.buffer: None for handle in self.handles}:
+        self._buffers = list({handle.buffer: None for handle in self.handles})
+        for buffer in self._buffers:
             if self._lacks_master(buffer):
                 buffer.make_master()
             pieces = own_slot_pieces(buffer)
@@ -220,7 +222,7 @@ class OptimizerDriver:
         self._build()
 
     def _refresh(self) -> None:
-        lacks_master = any(map(self._lacks_master, {handle.buffer for handle in self.handles}))
+        lacks_master = any(map(self._lacks_master, self._buffers))
         if lacks_master or self._signature != self._current_signature():
             self._build()
 

@@ -210,9 +210,7 @@ def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[s
     pieces = own_slot_pieces(buffer)
     for handle in handles:
         start, stop = pieces[handle.index]
-        piece = buffer.layout.piece(handle.index, buffer.rank)
-        offset = buffer.layout.slots[handle.index].offset
-        where = range(piece.start - offset, piece.stop - offset)
+        where = buffer.own_range(handle)
         source = by_handle[handle][name]
         mine = local[start - part.start : stop - part.start]
         if isinstance(source, PieceReader):
