@@ -8,11 +8,13 @@ Importing the package registers the strategy names ``zero1``, ``zero2`` and ``ze
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.callbacks.offload import OffloadCallback
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.foreign import convert
 from lightning_zero.engine.memory import MemoryRow
 from lightning_zero.errors import (
     LossScaleError,
+    OffloadError,
     PeerFailedError,
     RankMismatchError,
     ShardedParameterError,
@@ -26,6 +28,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LossScaleError",
     "MemoryRow",
+    "OffloadCallback",
+    "OffloadError",
     "PeerFailedError",
     "RankMismatchError",
     "ShardedParameterError",

@@ -98,7 +98,10 @@ class CheckpointingStrategy(DDPStrategy):
             "precision": str(self.precision_plugin.precision),
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
         }
-        save_folder(_folder_path(path), packed.tensors, packed.meta, info, self._collectives)
+        try:
+            save_folder(_folder_path(path), packed.tensors, packed.meta, info, self._collectives)
+        finally:
+            packed.close()
 
     def _run_state(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -2,12 +2,92 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
 MEBIBYTE = 1 << 20
+NVME_PATH = "LIGHTNING_ZERO_NVME_PATH"
+"""Environment variable with the folder of "nvme", where none is given."""
+
+_PLACES = (None, "cpu", "nvme")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What rests in host memory or on disk instead of the device's memory."""
+
+    optimizer: str | None = None
+    """Where optimizer state, master weights and gradients rest: "cpu", "nvme" or None."""
+
+    params: str | None = None
+    """Where the parameters of stage 3 rest: "cpu", "nvme" or None."""
+
+    nvme_path: str | None = None
+    """A folder on a local disk, for "nvme". None: the environment variable
+    ``LIGHTNING_ZERO_NVME_PATH``.
+    """
+
+    pin_memory: bool | int = True
+    """Whether host memory that the device copies from or to may be page-locked, or how many bytes
+    of it, of all ranks of a machine together. True: at most half of the machine's memory.
+    """
+
+    staging_bytes: int = 512 * MEBIBYTE
+    """Host memory through which files are read and written, of all ranks of a machine together.
+    Two of the largest units are always allowed.
+    """
+
+    during: str = "always"
+    """When: "training" (`fit`), "evaluation" (optimizer state only rests elsewhere while a fit is
+    validating, parameters in `validate`, `test` and `predict`), or "always".
+    """
+
+    delayed_update: bool = False
+    """Step in the background of the next forward and backward, which still use the old weights."""
+
+    force: bool = False
+    """Offload to "cpu" even where the model is in host memory anyway."""
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "params"):
+            if getattr(self, name) not in _PLACES:
+                raise ValueError(
+                    f"The {name} can be offloaded to 'cpu' or 'nvme', got {getattr(self, name)!r}."
+                )
+        if self.optimizer is None and self.params is None:
+            raise ValueError("Nothing is offloaded: choose a place for the optimizer or params.")
+        uses_nvme = "nvme" in (self.optimizer, self.params)
+        if uses_nvme and self.folder is None:
+            raise ValueError(
+                "Offloading to 'nvme' needs a folder on a local disk: pass `nvme_path=...`, or set"
+                f" the environment variable {NVME_PATH}."
+            )
+        if self.nvme_path is not None and not uses_nvme:
+            raise ValueError(
+                f"`nvme_path={str(self.nvme_path)!r}` is given, but nothing is offloaded to 'nvme'."
+            )
+        if self.during not in ("training", "evaluation", "always"):
+            raise ValueError(
+                f"`during` must be 'training', 'evaluation' or 'always', got {self.during!r}."
+            )
+        if self.pin_memory < 0:
+            raise ValueError(f"`pin_memory` must be a bool or bytes, got {self.pin_memory!r}.")
+        if self.staging_bytes < 1:
+            raise ValueError(f"`staging_bytes` must be at least 1, got {self.staging_bytes!r}.")
+        if self.delayed_update and (self.optimizer != "cpu" or self.during == "evaluation"):
+            raise ValueError(
+                "`delayed_update` is for an optimizer that steps on the host while the device"
+                f" trains: optimizer='cpu', got optimizer={self.optimizer!r},"
+                f" during={self.during!r}."
+            )
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of "nvme"."""
+        return self.nvme_path or os.environ.get(NVME_PATH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +125,9 @@ class ZeroConfig:
     which every rank writes its part.
     """
 
+    offload: OffloadConfig | None = None
+    """What rests in host memory or on disk; None: nothing."""
+
     stall_timeout: timedelta = timedelta(seconds=20)
     """How long all ranks may wait for different operations before they stop with an error."""
 
@@ -63,6 +146,12 @@ class ZeroConfig:
             )
         if self.stall_timeout <= timedelta(0):
             raise ValueError(f"`stall_timeout` must be positive, got {self.stall_timeout!r}.")
+        if self.offload is not None and self.offload.params is not None and self.stage != 3:
+            raise ValueError(
+                f"Parameters can be offloaded at stage 3 only, where they are sharded; got stage"
+                f" {self.stage} with params={self.offload.params!r}. Pass stage=3, or offload the"
+                " optimizer alone."
+            )
         for cls in self.unit_classes:
             if not isinstance(cls, type):
                 raise ValueError(f"`unit_classes` must hold module classes, got {cls!r}.")

@@ -25,3 +25,9 @@ class ShardedParameterError(ZeroError):
 
 class LossScaleError(ZeroError):
     """Gradients overflowed again and again at a loss scale that can not be lowered."""
+
+
+class OffloadError(ZeroError):
+    """Moving data between host memory and disk failed; the message names the file, what was being
+    done, and the system's reason.
+    """

@@ -11,12 +11,20 @@ class Pending:
     Args:
         finish: called by the first :meth:`wait`; it blocks (CPU) or orders the current stream after
             the action (CUDA). ``None`` means that there is nothing to wait for.
+        poll: whether ``finish`` would return at once; None: not known before the wait.
     """
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_finish", "_poll")
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        self._finish = finish
+    def __init__(
+        self, finish: Callable[[], None] | None = None, poll: Callable[[], bool] | None = None
+    ) -> None:
+        self._finish, self._poll = finish, poll
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` is known to return at once."""
+        return self._finish is None or (self._poll is not None and self._poll())
 
     def wait(self) -> None:
         """Order the caller after the action.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import allocator
-from lightning_zero.checkpointing import CheckpointingStrategy
 from lightning_zero.comm.collectives import Collectives, SingleRank
 from lightning_zero.comm.groups import collectives_for, default_store
 from lightning_zero.comm.watch import open_sockets
@@ -27,9 +28,10 @@ from lightning_zero.config import MEBIBYTE, ZeroConfig
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
 from lightning_zero.engine.optimizer import parameters_of, release_optimizer
-from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.probe import check_element_wise
 from lightning_zero.errors import ZeroError
+from lightning_zero.offload_devices import OffloadPlaces, active_places
+from lightning_zero.offloading import OffloadingStrategy, offload_config
 from lightning_zero.precision import ZeroPrecision, adapt_precision
 
 if TYPE_CHECKING:
@@ -42,7 +44,18 @@ _DEVICE_TYPES = ("cpu", "cuda")
 _VARIANTS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
-class ZeroStrategy(CheckpointingStrategy):
+_NAMES: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
+}
+
+
+class ZeroStrategy(OffloadingStrategy):
     """Trains with ZeRO stage 1, 2 or 3: the numbers of DDP, with state sharded over the ranks.
 
     The module is never wrapped. On one device there is nothing to shard, and training is plain.
@@ -57,6 +70,11 @@ class ZeroStrategy(CheckpointingStrategy):
         gather_after_fit: give the module its full weights back when a run ends. False leaves
             placeholders that say so, for models that would not fit.
         unit_classes: module classes to gather as one unit each, whatever their size.
+        offload_optimizer: "cpu" or "nvme": where optimizer state, master weights and gradients
+            rest.
+        offload_params: "cpu" or "nvme": where the parameters of stage 3 rest.
+        nvme_path: a folder on a local disk, for "nvme". (:class:`~lightning_zero.OffloadCallback`
+            has more options.)
         save_format: "full" saves checkpoints as one ordinary Lightning file, "sharded" as a folder
             into which every rank writes its part. Both load at any stage and on any number of
             ranks.
@@ -79,6 +97,9 @@ class ZeroStrategy(CheckpointingStrategy):
         broadcast_buffers: bool = True,
         gather_after_fit: bool = True,
         unit_classes: tuple[type[nn.Module], ...] | list[type[nn.Module]] = (),
+        offload_optimizer: Literal["cpu", "nvme"] | None = None,
+        offload_params: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
         save_format: Literal["full", "sharded"] = "full",
         stall_timeout: timedelta = timedelta(seconds=20),
         accelerator: Accelerator | None = None,
@@ -108,6 +129,7 @@ class ZeroStrategy(CheckpointingStrategy):
             gather_after_fit=gather_after_fit,
             unit_classes=tuple(unit_classes),
             save_format=save_format,
+            offload=offload_config(offload_optimizer, offload_params, nvme_path),
             stall_timeout=stall_timeout,
         )
         self.engine: ZeroEngine | None = None
@@ -117,18 +139,19 @@ class ZeroStrategy(CheckpointingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register zero1, zero2, zero3, each with ``_spawn``, ``_fork`` and ``_notebook``."""
-        for stage in (1, 2, 3):
-            for suffix, start_method in _VARIANTS.items():
-                name = f"zero{stage}{suffix}"
-                if name not in strategy_registry:
-                    strategy_registry.register(
-                        name,
-                        cls,
-                        description=f"ZeRO stage {stage}, started by '{start_method}'",
-                        stage=stage,
-                        start_method=start_method,
-                    )
+        """Register zero1, zero2 and zero3, each with ``_offload`` and ``zero3`` with ``_nvme``, and
+        all of them with ``_spawn``, ``_fork`` and ``_notebook``.
+        """
+        for (base, options), (suffix, start_method) in product(_NAMES.items(), _VARIANTS.items()):
+            if base + suffix not in strategy_registry:
+                offload = "" if len(options) == 1 else ", offloaded"
+                strategy_registry.register(
+                    base + suffix,
+                    cls,
+                    description=f"ZeRO stage {options['stage']}{offload}, by '{start_method}'",
+                    start_method=start_method,
+                    **options,
+                )
 
     # -- set-up
 
@@ -174,8 +197,10 @@ class ZeroStrategy(CheckpointingStrategy):
         if is_fitting and self._layer_sync:
             self._check_layer_sync()
             self.model = self._layer_sync.apply(self.model)
-        is_sharded = placements_of(self.config.stage, self.world_size).weight is Placement.SHARDED
-        has_engine = self.world_size > 1 and (is_fitting or is_sharded)
+        places = active_places(self.config.offload, self.root_device, is_fitting=is_fitting)
+        is_sharded = self.shards_weights(places)
+        has_offload = any(places)
+        has_engine = (self.world_size > 1 or has_offload) and (is_fitting or is_sharded)
         self.precision_plugin.prepare(
             self.model, self.root_device, is_trained_whole=is_fitting and not has_engine
         )
@@ -184,12 +209,12 @@ class ZeroStrategy(CheckpointingStrategy):
             self.setup_optimizers(trainer)
             _optimizers_to_device(self.optimizers, self.root_device)
         if has_engine:
-            self._shard(self.optimizers if is_fitting else [])
+            self._shard(self.optimizers if is_fitting else [], places)
         else:
             _sync_module_states(self.lightning_module)
         self.setup_precision_plugin()
 
-    def _shard(self, optimizers: list[Optimizer]) -> None:
+    def _shard(self, optimizers: list[Optimizer], places: OffloadPlaces) -> None:
         assert self.lightning_module is not None
         own = set(self.lightning_module.parameters())
         driven = [
@@ -208,6 +233,7 @@ class ZeroStrategy(CheckpointingStrategy):
             self._collectives,
             precision.policy,
             precision.forward_context if precision.policy.compute_dtype is not None else None,
+            self.open_offload(driven, places, precision.policy),
         )
         # Lightning's wrappers are built from the optimizers' classes, which have just changed
         if optimizers:
@@ -351,6 +377,7 @@ class ZeroStrategy(CheckpointingStrategy):
                 self._held.close()
                 engine.close(gather=self.config.gather_after_fit and not self._is_interrupted())
         finally:
+            self.close_parking()
             if self._collectives.watch is not None:
                 self._collectives.watch.stop()
             if engine is not None and self.root_device.type == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class TensorPart:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: list[tuple[tuple[int, ...], Tensor]]
+    chunks: Iterable[tuple[tuple[int, ...], Tensor]]
 
 
 @dataclass

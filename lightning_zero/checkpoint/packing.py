@@ -7,7 +7,9 @@ folder when they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -25,16 +27,21 @@ from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.guard import handle_of
 from lightning_zero.engine.optimizer_state import StateShard
 from lightning_zero.engine.saved_grads import GradShard
+from lightning_zero.engine.shard import Shard
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
 
 class Packed(NamedTuple):
-    """A checkpoint in two parts: what this rank has of its tensors, and all the rest."""
+    """A checkpoint in two parts: what this rank has of its tensors, and all the rest.
+
+    Shards that rest in files are read while the chunks are iterated over; ``close`` ends that.
+    """
 
     tensors: dict[str, TensorPart]
     meta: dict[str, Any]
+    close: Callable[[], None]
 
 
 def pack(
@@ -55,6 +62,7 @@ class _Packer:
         self._param_names, self._is_writer = param_names, is_writer
         self._tensors: dict[str, TensorPart] = {}
         self._name_of: dict[int, str] = {}
+        self._opened = _Opened()
 
     def pack(self, checkpoint: dict[str, Any]) -> Packed:
         meta = dict(checkpoint)
@@ -73,7 +81,7 @@ class _Packer:
         for key in meta.keys() - {"state_dict", "optimizer_states"}:
             meta[key] = self._rest(key, meta[key])
         meta = safe_hyper_parameters(meta, warns=self._is_writer)
-        return Packed(self._tensors, meta)
+        return Packed(self._tensors, meta, self._opened.close)
 
     def _optimizer(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(state, dict) or "state" not in state:
@@ -125,26 +133,76 @@ class _Packer:
         return {KEY: name}
 
     def _part(self, value: Tensor | StateShard | GradShard) -> TensorPart:
-        if isinstance(value, StateShard | GradShard):
-            return part_of(value.handle, value.dtype, value.own_piece())
+        if isinstance(value, StateShard):
+            driver, buffer = value.driver, value.handle.buffer
+            key = (driver, buffer)
+
+            def read_state() -> Tensor | None:
+                self._opened.open(key, lambda: driver.state_of(buffer))
+                return value.own_piece()
+
+            return part_of(value.handle, value.dtype, read_state)
+        if isinstance(value, GradShard):
+            return self._part_of_shard(value.handle, value.shard)
         handle = _handle(value) if isinstance(value, nn.Parameter) else None
         if handle is not None:
-            shard = handle.buffer.shard
-            return part_of(handle, shard.dtype, handle.buffer.own_piece(handle, shard))
+            return self._part_of_shard(handle, handle.buffer.shard)
         whole = value.detach()
         chunks = [((0,) * whole.dim(), whole)] if self._is_writer else []
         return TensorPart(tuple(whole.shape), whole.dtype, chunks)
 
+    def _part_of_shard(self, handle: ParamHandle, shard: Shard) -> TensorPart:
+        def read() -> Tensor:
+            return handle.buffer.own_piece(handle, self._opened.open(shard, shard.use))
 
-def part_of(handle: ParamHandle, dtype: torch.dtype, piece: Tensor | None) -> TensorPart:
-    """This rank's ``piece`` of a tensor with the shape of a parameter, as rectangles."""
-    shape, where = tuple(handle.placeholder.shape), handle.buffer.own_range(handle)
-    chunks = []
-    if piece is not None:
-        for rectangle in rectangles(shape, handle.stride, where.start, where.stop):
+        return part_of(handle, shard.dtype, read)
+
+
+class _Opened:
+    """Keeps what was opened last open: neighbours are read from the same shard."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._content: Any = None
+        self._stack = contextlib.ExitStack()
+
+    def open(self, key: Any, make: Callable[[], AbstractContextManager[Any]]) -> Any:
+        """What the context gives that ``make`` returns for ``key``."""
+        if key != self._key:
+            self.close()
+            self._content, self._key = self._stack.enter_context(make()), key
+        return self._content
+
+    def close(self) -> None:
+        """Leave the context."""
+        self._key = self._content = None
+        self._stack.close()
+
+
+class _Rectangles:
+    """This rank's piece of a tensor with the shape of a parameter, as chunks."""
+
+    def __init__(self, handle: ParamHandle, read: Callable[[], Tensor | None]) -> None:
+        self._handle, self._read = handle, read
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        shape, stride = tuple(self._handle.placeholder.shape), self._handle.stride
+        where = self._handle.buffer.own_range(self._handle)
+        piece = self._read() if len(where) else None
+        if piece is None:
+            return
+        for rectangle in rectangles(shape, stride, where.start, where.stop):
             flat = piece[rectangle.start - where.start : rectangle.stop - where.start]
-            chunks.append((rectangle.offsets, shaped(flat, rectangle, handle.stride)))
-    return TensorPart(shape, dtype, chunks)
+            yield rectangle.offsets, shaped(flat, rectangle, stride)
+
+
+def part_of(
+    handle: ParamHandle, dtype: torch.dtype, read: Callable[[], Tensor | None]
+) -> TensorPart:
+    """This rank's piece of a tensor with the shape of a parameter, which ``read`` gives, as
+    rectangles.
+    """
+    return TensorPart(tuple(handle.placeholder.shape), dtype, _Rectangles(handle, read))
 
 
 def shaped(flat: Tensor, rectangle: Rectangle, stride: Sequence[int]) -> Tensor:
@@ -265,8 +323,7 @@ def gather_whole(
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, GradShard):
-            buffer, shard = leaf.handle.buffer, leaf.bucket.shard_or_new()
-            full = buffer.gather_one(leaf.handle, shard, "the gradient")
+            full = leaf.handle.buffer.gather_one(leaf.handle, leaf.shard, "the gradient")
             return full.cpu() if is_wanted else None
         handle = _handle(leaf) if isinstance(leaf, nn.Parameter) else None
         return leaf if handle is None else values.get(handle)

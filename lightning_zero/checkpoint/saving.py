@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -100,18 +101,18 @@ def _write_tensors(
     """Write this rank's file. One item without a file stands for what has no chunks here."""
     items = []
     name = f"__{rank}_0.distcp"
-    chunks = list(_chunks(tensors))
     for key, part in tensors.items():
         none = (0,) * len(part.shape)
         items.append(Item(key, tuple(part.shape), part.dtype, none, none, "", 0, 0))
-    if not chunks:
-        return items, {}
-    with TensorFile(folder / name) as file:
-        for key, offsets, part, tensor in chunks:
+    file: TensorFile | None = None
+    with contextlib.ExitStack() as stack:
+        for key, offsets, part, tensor in _chunks(tensors):
+            if file is None:
+                file = stack.enter_context(TensorFile(folder / name))
             begin, nbytes = file.write(tensor)
             shape, lengths = tuple(part.shape), tuple(tensor.shape)
             items.append(Item(key, shape, part.dtype, offsets, lengths, name, begin, nbytes))
-    return items, {name: file.record}
+    return items, {} if file is None else {name: file.record}
 
 
 def _chunks(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.shard import HeldShard, Shard
 
 
 class GradBucket:
@@ -24,6 +25,7 @@ class GradBucket:
         dtype: of ``shard``, the same as of the weights that are stepped.
         arrived, expected: gradients that came and that can come in this backward.
         is_launched: whether the bucket has been reduced in this backward.
+        wants_squares: whether norms of the gradients have been asked for.
     """
 
     def __init__(self, buffer: FlatBuffer) -> None:
@@ -33,7 +35,10 @@ class GradBucket:
         self.unreduced: Tensor | None = None
         self.is_written = [False] * num_slots
         self.is_used = [False] * num_slots
-        self.shard: Tensor | None = None
+        self.shard: Shard | None = None
+        self._spare: Shard | None = None
+        self.wants_squares = False
+        self._square: tuple[int, int, Tensor, int] | None = None
         self.has_grad = [False] * num_slots
         self.arrived = self.expected = 0
         self.is_launched = False
@@ -84,14 +89,81 @@ class GradBucket:
         self.is_written = [False] * len(self.is_written)
         return unreduced
 
-    def shard_or_new(self) -> Tensor:
+    def shard_or_new(self) -> Shard:
         """The shard; if there is none yet, zeros."""
         if self.shard is None:
-            layout = self.buffer.layout
-            self.shard = torch.zeros(
-                layout.shard_numel, dtype=self.dtype, device=self.buffer.device
-            )
+            self.shard = self._new_shard()
+            with self.shard.fill() as content:
+                content.zero_()
         return self.shard
+
+    def _new_shard(self) -> Shard:
+        """A shard with undefined content."""
+        buffer, numel = self.buffer, self.buffer.layout.shard_numel
+        if buffer.offload is None or buffer.places.grad is None:
+            return HeldShard(torch.empty(numel, dtype=self.dtype, device=buffer.device))
+        label = f"the gradients of {buffer.name}"
+        return buffer.offload.empty(numel, self.dtype, buffer.places.grad, label, pinned=True)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the shard rests on an offload device, and not where it is reduced."""
+        return self.buffer.places.grad is not None
+
+    def reduction_target(self) -> Tensor:
+        """Where a reduction puts what is going to be the whole shard: the shard itself, or memory
+        from which :meth:`receive` takes it.
+        """
+        layout = self.buffer.layout
+        if self.is_resting:
+            return torch.empty(layout.shard_numel, dtype=self.dtype, device=self.buffer.device)
+        self.shard = self.shard or self._new_shard()
+        with self.shard.fill() as content:
+            return content  # held: valid outside, too
+
+    def receive(self, reduced: Tensor, scale: float, *, is_addend: bool) -> None:
+        """Add what a reduction has brought, times ``scale``, to the shard, or replace it."""
+        if is_addend:
+            with self.shard_or_new().use(write=True) as shard:
+                shard.add_(reduced.to(shard.device), alpha=scale)
+                square = self._square_of(shard)
+            self._note_square(square)
+            return
+        if scale != 1.0:
+            reduced.mul_(scale)
+        if not self.is_resting:
+            return
+        assert self.buffer.offload is not None
+        if self.buffer.offload.is_delayed:  # a step may still be reading the other one
+            self.shard, self._spare = self._spare, self.shard
+        self.shard = self.shard or self._new_shard()
+        with self.shard.fill() as shard:
+            downloaded = self.buffer.offload.transfers.download(shard, reduced)
+        self.shard.step = downloaded
+        self._note_square(self._square_of(reduced))
+
+    def _square_of(self, content: Tensor) -> tuple[int, int, Tensor] | None:
+        """The squared norm of what is going to leave memory, if norms are asked for."""
+        pieces = [piece for piece in self.buffer.own_pieces() if piece[1] < piece[2]]
+        if not (self.is_resting and self.wants_squares and pieces):
+            return None
+        start, stop = pieces[0][1], pieces[-1][2]
+        return start, stop, squared_norm(content[start:stop])
+
+    def _note_square(self, square: tuple[int, int, Tensor] | None) -> None:
+        assert self.shard is not None
+        self._square = None if square is None else (*square, self.shard.version)
+
+    def square(self, start: int, stop: int) -> Tensor:
+        """The squared norm of elements ``start .. stop`` of the shard, as fp64 scalar."""
+        self.wants_squares = True
+        shard = self.shard_or_new()
+        if self._square is not None:
+            first, last, square, version = self._square
+            if (first, last, version) == (start, stop, shard.version):
+                return square
+        with shard.use() as content:
+            return squared_norm(content[start:stop])
 
     def forget(self, handles: Collection[ParamHandle], *, keep_zeros: bool) -> None:
         """Drop the gradients of some parameters, or set them to zero."""
@@ -102,6 +174,24 @@ class GradBucket:
         if not any(self.is_written):
             self.unreduced = None
         if self.shard is not None and any(self.has_grad):
-            for (_, start, stop), is_dropped in zip(self.buffer.own_pieces(), dropped, strict=True):
-                if is_dropped:
-                    self.shard[start:stop].zero_()
+            with self.shard.use(write=True) as shard:
+                for (_, start, stop), is_dropped in zip(
+                    self.buffer.own_pieces(), dropped, strict=True
+                ):
+                    if is_dropped:
+                        shard[start:stop].zero_()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.unreduced = None
+        for shard in (self.shard, self._spare):
+            if shard is not None:
+                shard.free()
+        self.shard = self._spare = None
+
+
+def squared_norm(content: Tensor) -> Tensor:
+    """The sum of squares of a 1-D tensor, added up in fp32 (fp64 if it is fp64), as fp64 scalar."""
+    dtype = torch.promote_types(content.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(content, dtype=dtype)
+    return norm.double().square()

@@ -12,11 +12,14 @@ in ``ParamHandle.view`` are made once. Whoever frees the memory first puts the p
    gathered;
  - with master weights ``shard`` has memory of its own and a wider dtype, and is rounded into this
    rank's slice of ``full`` when a gather begins. There is no shard of rounded weights.
+ - offloaded, ``shard`` rests elsewhere; then there may be one of model weights besides, ``model``,
+   which is what gathers read ([Note: where shards rest]).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,8 @@ from torch import Tensor, nn
 from lightning_zero.comm.collectives import Collectives, OwnedRange
 from lightning_zero.engine.dtypes import ParamDtypes
 from lightning_zero.engine.layout import FlatLayout
+from lightning_zero.engine.offload import Offload, Places
+from lightning_zero.engine.shard import HeldShard, RestingShard, Shard
 from lightning_zero.pending import Pending
 
 # Kernels run over two vectors of 64 bytes at a time and round the elements of an incomplete pair
@@ -121,6 +126,7 @@ class FlatBuffer:
         handles: the parameters in the order in which they are laid out, all of one dtype.
         dtypes: what they become.
         collectives: the ranks that share the buffer.
+        offload: where shards rest; None: in the memory of the parameters' device.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class FlatBuffer:
         handles: Sequence[ParamHandle],
         dtypes: ParamDtypes,
         collectives: Collectives,
+        offload: Offload | None = None,
     ) -> None:
         first = handles[0].param
         self.index, self.name, self.handles = index, name, tuple(handles)
@@ -155,13 +162,16 @@ class FlatBuffer:
         for handle, slot in zip(self.handles, self.layout.slots, strict=True):
             handle.view = handle.strided(self.full, slot.offset)
             handle.set_data(handle.view)
-        self.shard = self.own_slice
+        self.shard: Shard = HeldShard(self.own_slice)
+        self.model: Shard | None = None
         self.owns_shard = self.is_sharded = False
         if initial.dtype == self.master_dtype != self.dtype:
             # exact values are kept, whether they will be stepped or not
-            self.shard = initial[self._own.start : self._own.stop].clone()
+            self.shard = HeldShard(initial[self._own.start : self._own.stop].clone())
             self.owns_shard = True
         self.pending = Pending()
+        self.offload = offload
+        self.places = Places(None, None, False, None)
 
     @property
     def rank(self) -> int:
@@ -186,15 +196,37 @@ class FlatBuffer:
     def make_master(self) -> None:
         """Have the shard in the dtype in which it is stepped: some optimizer is going to."""
         if self.shard.dtype != self.master_dtype:
-            self.shard = self.shard.to(self.master_dtype)
-            self.owns_shard = True
+            with self.shard.use() as shard:
+                master = shard.to(self.master_dtype)
+            self.replace_shard(HeldShard(master))
 
     def detach_shard(self) -> None:
         """Give the shard memory of its own, so that ``full`` can be freed."""
         self.is_sharded = True
         if not self.owns_shard:
-            self.shard = self.shard.clone()
-            self.owns_shard = True
+            with self.shard.use() as shard:
+                self.replace_shard(HeldShard(shard.clone()))
+
+    def settle(self) -> None:
+        """Move the shards to where they rest, if they are not there."""
+        if self.offload is None:
+            return
+        places = self.offload.places(self, is_sharded=self.is_sharded)
+        if places.has_model and self.model is None:
+            with self.shard.use() as shard:
+                weights = shard.to(self.device, self.dtype, copy=True)
+            self.model = self.offload.rest(weights, places.model, f"the weights of {self.name}")
+        if places.shard is not None and isinstance(self.shard, HeldShard):
+            with self.shard.use() as shard:
+                self.replace_shard(
+                    self.offload.rest(shard, places.shard, f"the shard of {self.name}")
+                )
+        self.places = places
+
+    def replace_shard(self, shard: Shard) -> None:
+        """Have ``shard`` instead of the present one, whose memory is given back."""
+        self.shard.free()
+        self.shard, self.owns_shard = shard, True
 
     def allocate(self) -> None:
         """Give ``full`` its memory; the content is undefined until it has been gathered."""
@@ -237,17 +269,68 @@ class FlatBuffer:
             # replicated weights may be held by somebody else, and are freed with the last holder
             self.full.untyped_storage().resize_(0)
         self.full = self.full.new_empty(0)
-        self.shard = self.shard.new_empty(0)
+        self.shard.free()
+        if self.model is not None:
+            self.model.free()
+
+    def start_load(self) -> None:
+        """What a gather reads will be needed soon."""
+        if self.is_sharded:
+            (self.model or self.shard).start_load()
 
     def start_gather(self) -> None:
         """Begin to fill ``full`` from all ranks' shards; ``pending`` is the handle. Collective."""
         if not self.layout.numel:
             return
-        shard = self.shard
-        if self.has_master:
-            shard = self.own_slice
-            shard.copy_(self.shard)
-        self.pending = self._all_gather(self.full, shard)
+        if not self.is_sharded and self.offload is not None:
+            self._gather_published()
+            return
+        source = self.model or self.shard
+        with source.use() as shard:
+            if self.offload is not None and isinstance(source, RestingShard):
+                self.pending = self._upload_and_gather(self.offload, shard)
+                return
+            if shard.dtype != self.dtype:
+                self.own_slice.copy_(shard)
+                shard = self.own_slice
+            self.pending = self._all_gather(self.full, shard)
+
+    def _gather_published(self) -> None:
+        """The step brings the weights of this rank into ``full``, where all of them are gathered
+        from. A rank alone waits for that when it uses them.
+        """
+        if self.layout.world_size > 1:
+            self.pending.wait()
+            self.pending = self._all_gather(self.full, self.own_slice)
+
+    def _upload_and_gather(self, offload: Offload, shard: Tensor) -> Pending:
+        uploaded = offload.transfers.upload(self.own_slice, shard)
+        with offload.transfers.uploading():
+            gathered = self._all_gather(self.full, self.own_slice)
+
+        def finish() -> None:
+            uploaded.wait()
+            gathered.wait()
+
+        return Pending(finish)
+
+    def publish(self, stepped: Tensor, after: Any = None) -> Pending:
+        """Bring the stepped shard to the model weights that are apart from it.
+
+        Args:
+            stepped: the shard's content.
+            after: a point in the stream of the device after which nobody uses the old weights.
+        """
+        assert self.offload is not None
+        if self.model is not None:
+            weights = self.model.open(is_filled=True)
+            try:
+                return self.offload.transfers.upload(weights, stepped, after)
+            finally:
+                self.model.close(is_changed=True)
+        if self.owns_shard and not self.is_sharded:
+            return self.offload.transfers.upload(self.own_slice, stepped, after)
+        return Pending()
 
     def _all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         label = f"the weights of {self.name}"
@@ -262,10 +345,15 @@ class FlatBuffer:
         if not len(where):
             return
         written = self.flatten(handle, value)[where.start : where.stop]
-        held = self.own_piece(handle, self.shard)
-        if self.has_master and written.dtype == self.dtype:
-            written = torch.where(held.to(self.dtype) == written, held, written.to(held.dtype))
-        held.copy_(written)
+        with self.shard.use(write=True) as shard:
+            held = self.own_piece(handle, shard)
+            written = written.to(held.device)
+            if self.has_master and written.dtype == self.dtype:
+                written = torch.where(held.to(self.dtype) == written, held, written.to(held.dtype))
+            held.copy_(written)
+            if self.model is not None:
+                with self.model.use(write=True) as model:
+                    self.own_piece(handle, model).copy_(held)
 
     def flatten(self, handle: ParamHandle, value: Tensor) -> Tensor:
         """The elements of ``value`` (of the parameter's shape) as 1-D tensor in the buffer's memory
@@ -290,17 +378,18 @@ class FlatBuffer:
         offset = self.layout.slots[handle.index].offset
         return range(piece.start - offset, piece.stop - offset)
 
-    def gather_values(self, shard: Tensor) -> dict[ParamHandle, Tensor]:
+    def gather_values(self, shard: Shard) -> dict[ParamHandle, Tensor]:
         """The full values of all parameters, as views of one new tensor, from one that is laid out
         like the shard. Collective.
         """
         flat = torch.empty(self.layout.numel, dtype=shard.dtype, device=self.device)
         if self.layout.numel:
-            self._all_gather(flat, shard).wait()
+            with shard.use() as own:
+                self._all_gather(flat, own.to(self.device)).wait()
         slots = zip(self.handles, self.layout.slots, strict=True)
         return {handle: handle.strided(flat, slot.offset) for handle, slot in slots}
 
-    def gather_one(self, handle: ParamHandle, shard: Tensor, what: str) -> Tensor:
+    def gather_one(self, handle: ParamHandle, shard: Shard, what: str) -> Tensor:
         """One parameter's full value from a tensor that is laid out like ``shard``, in memory of
         its own.
 
@@ -309,18 +398,16 @@ class FlatBuffer:
         slot = self.layout.slots[handle.index]
         shape = handle.placeholder.shape
         # no view of something else: autograd treats views that a function returns differently
-        value = torch.empty_strided(shape, handle.stride, dtype=shard.dtype, device=shard.device)
+        value = torch.empty_strided(shape, handle.stride, dtype=shard.dtype, device=self.device)
         flat = value.as_strided((slot.numel,), (1,))
-        own = self.layout.shard_range(self.rank)
-        ranges = []
-        for piece in self.layout.pieces(handle.index):
-            ranges.append(
-                OwnedRange(piece.rank, piece.start - slot.offset, piece.stop - slot.offset)
-            )
-            if piece.rank == self.rank:
-                flat[ranges[-1].start : ranges[-1].stop].copy_(
-                    shard[piece.start - own.start : piece.stop - own.start]
-                )
+        ranges = [
+            OwnedRange(piece.rank, piece.start - slot.offset, piece.stop - slot.offset)
+            for piece in self.layout.pieces(handle.index)
+        ]
+        own = self.own_range(handle)
+        if len(own):
+            with shard.use() as held:
+                flat[own.start : own.stop].copy_(self.own_piece(handle, held))
         label = f"{what} of parameter '{handle.fqn}'"
         self._collectives.start_gather_ranges(flat, ranges, label, self.index).wait()
         return value

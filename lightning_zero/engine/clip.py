@@ -4,6 +4,8 @@ reduce.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,29 +13,17 @@ from torch import Tensor
 from lightning_zero.comm.collectives import Collectives
 
 
-def total_norm(regions: list[Tensor], collectives: Collectives, device: torch.device) -> Tensor:
-    """The 2-norm of the gradients of which every rank holds ``regions``, as fp32 scalar (fp64 if
-    any of them is). Not finite if any of them is not.
+def total_norm(
+    squares: list[Tensor], is_double: bool, collectives: Collectives, device: torch.device
+) -> Tensor:
+    """The 2-norm of gradients of which every rank has the ``squares`` of its pieces, as fp32 scalar
+    (fp64 if ``is_double``). Not finite if any of them is not.
 
     Collective.
     """
-    dtype = max(
-        (
-            torch.promote_types(r.dtype if not r.is_complex() else r.real.dtype, torch.float32)
-            for r in regions
-        ),
-        key=lambda dtype: dtype.itemsize,
-        default=torch.float32,
-    )
-    squares = [
-        torch.linalg.vector_norm(r, dtype=torch.promote_types(r.dtype, torch.float32)).to(
-            device, torch.float64
-        )
-        ** 2
-        for r in regions
-    ]
+    dtype = torch.float64 if is_double else torch.float32
     total = (
-        torch.stack(squares).sum()
+        torch.stack([square.to(device) for square in squares]).sum()
         if squares
         else torch.zeros((), dtype=torch.float64, device=device)
     )
@@ -48,7 +38,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def clip_by_value(regions: list[Tensor], limit: float) -> None:
+def clip_by_value(regions: Iterable[Tensor], limit: float) -> None:
     """Clamp gradients to ``-limit .. limit`` in place."""
     for region in regions:
         region.clamp_(-limit, limit)

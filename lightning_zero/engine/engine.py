@@ -19,9 +19,11 @@ from lightning_zero.engine import clip, guard
 from lightning_zero.engine.access import EngineAccess
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.calls import ModuleCalls
+from lightning_zero.engine.checks import check_module
 from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
 from lightning_zero.engine.grads import GradReducer
 from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, watch_saved_tensors
+from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.optimizer import OptimizerDriver
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.units import UnitPhase, ZeroUnit, plan_units
@@ -42,6 +44,10 @@ def engine_of(module: nn.Module) -> ZeroEngine | None:
         if entry is not None and isinstance(entry[1], EngineAccess):
             return _engines.get(entry[1])
     return None
+
+
+def _offloads_weights(offload: Offload | None) -> bool:
+    return offload is not None and offload.params is not None
 
 
 class _Kind(NamedTuple):
@@ -67,6 +73,7 @@ class ZeroEngine:
         collectives: the ranks.
         policy: the dtypes of weights and gradients; as they are by default.
         call_context: makes what a module call outside of a step needs (autocast); None: nothing.
+        offload: where shards rest; the engine closes it. None: in the device's memory.
     """
 
     def __init__(
@@ -77,18 +84,22 @@ class ZeroEngine:
         collectives: Collectives,
         policy: PrecisionPolicy | None = None,
         call_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        offload: Offload | None = None,
     ) -> None:
         policy = policy or PrecisionPolicy()
         self.module, self.config, self.collectives = module, config, collectives
-        self.placements = placements_of(config.stage, collectives.world_size)
-        self._check(module)
+        self.offload = offload
+        self.placements = placements_of(
+            config.stage, collectives.world_size, offloads_weights=_offloads_weights(offload)
+        )
+        check_module(module)
         self.units = self._build_units(optimizers, param_dtypes(module, policy))
         self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._unit_of = {handle: unit for unit in self.units for handle in unit.handles}
         self.grads = GradReducer(self.buffers, collectives, self.placements.grad, policy.grad_dtype)
         self.weights = self._place_weights()
-        self.calls = ModuleCalls(call_context, self._device.type)
+        self.calls = ModuleCalls(call_context, self.device.type)
         self.access = EngineAccess(self.weights, self.grads, self.calls)
         for handle in self.handles:
             guard.register(handle, self.access)
@@ -108,42 +119,9 @@ class ZeroEngine:
     # -- building
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Where the model is computed."""
         return self.buffers[0].device if self.buffers else torch.device("cpu")
-
-    @staticmethod
-    def _check(module: nn.Module) -> None:
-        for name, param in module.named_parameters():
-            if isinstance(param, nn.parameter.UninitializedParameter):
-                raise ValueError(
-                    f"Parameter '{name}' has no shape yet (lazy module). Run a forward in"
-                    f" `configure_model` or `setup` so that"
-                    " it is initialised before training begins."
-                )
-            own_dispatch = getattr(type(param), "__torch_function__", None)
-            plain = getattr(nn.Parameter, "__torch_function__", None)
-            if getattr(own_dispatch, "__func__", own_dispatch) is not getattr(
-                plain, "__func__", plain
-            ) or (type(param.data) is not Tensor):
-                raise NotImplementedError(
-                    f"Parameter '{name}' is a {type(param).__name__} holding a"
-                    f" {type(param.data).__name__}; only plain tensors can"
-                    " be sharded. Convert it to a plain nn.Parameter, or train with strategy='ddp'."
-                )
-        for name, submodule in module.named_modules():
-            if isinstance(submodule, torch.jit.ScriptModule):
-                raise NotImplementedError(
-                    f"Module '{name}' is a TorchScript module, whose use of parameters can not be"
-                    " followed. Pass the Python module, or train with strategy='ddp'."
-                )
-            if getattr(submodule, "sparse", False) and isinstance(
-                submodule, nn.Embedding | nn.EmbeddingBag
-            ):
-                raise NotImplementedError(
-                    f"Module '{name}' asks for sparse gradients, which can not be sharded. Pass"
-                    f" `sparse=False`, or train with"
-                    " strategy='ddp'."
-                )
 
     def _build_units(
         self, optimizers: Sequence[Optimizer], dtypes: Mapping[nn.Parameter, ParamDtypes]
@@ -167,12 +145,22 @@ class ZeroEngine:
                 # neighbours of one optimizer group are stepped as one tensor
                 members.sort(key=lambda member: group_of.get(member[1], (-1, -1)))
                 handles = [ParamHandle(param, fqn, kind.dtypes.model) for fqn, param in members]
-                buffers.append(
-                    FlatBuffer(num_buffers, plan.name, handles, kind.dtypes, self.collectives)
+                buffer = FlatBuffer(
+                    num_buffers, plan.name, handles, kind.dtypes, self.collectives, self.offload
                 )
+                self._place(buffer)
+                buffers.append(buffer)
                 num_buffers += 1
             units.append(ZeroUnit(index, plan.name, buffers))
         return units
+
+    def _place(self, buffer: FlatBuffer) -> None:
+        """Leave a new buffer what it has at rest, before the next one is made."""
+        if self.placements.weight is Placement.SHARDED:
+            buffer.detach_shard()
+        buffer.settle()
+        if self.placements.weight is Placement.SHARDED:
+            buffer.free()
 
     def _place_weights(self) -> Weights:
         if self.placements.weight is Placement.SHARDED:
@@ -187,6 +175,8 @@ class ZeroEngine:
 
         Nothing stays gathered after an evaluation step.
         """
+        if not is_training:
+            self.publish_delayed()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.calls.step())
             if isinstance(self.weights, ShardedWeights) and is_training:
@@ -298,9 +288,9 @@ class ZeroEngine:
         self._release_weights()
         self.weights.finish_communication()
 
-    def after_step(self, handles: Collection[ParamHandle]) -> None:
-        """The shards of these parameters have been updated on some rank; every rank passes the
-        same.
+    def after_step(self, handles: Collection[ParamHandle], *, is_published: bool = True) -> None:
+        """The shards of these parameters have been updated on some rank, or are being; every rank
+        passes the same. ``is_published``: so are the model weights.
         """
         self.access.mark_stale()
         self.grads.pending.difference_update(handles)
@@ -308,7 +298,8 @@ class ZeroEngine:
             # as an in-place update of the parameter would: a graph from before the step must not be
             # used again
             torch.autograd.graph.increment_version([handle.param for handle in handles])
-        self.weights.start_refresh({handle.buffer: None for handle in handles})
+        if is_published:
+            self.weights.start_refresh({handle.buffer: None for handle in handles})
         self.access.complete_aliases()
 
     def grad_norm(self, driver: OptimizerDriver) -> Tensor:
@@ -318,8 +309,10 @@ class ZeroEngine:
         """
         self.end_backward()
         self.grads.reduce_postponed()
-        regions = self.grads.regions(driver.handles)
-        return clip.total_norm(regions, self.collectives, self._device)
+        squares = self.grads.squares(driver.handles)
+        doubles = (torch.float64, torch.complex128)
+        is_double = any(handle.buffer.master_dtype in doubles for handle in driver.handles)
+        return clip.total_norm(squares, is_double, self.collectives, self.device)
 
     def non_finite_gradients(self, driver: OptimizerDriver) -> list[str]:
         """The names of the parameters whose gradients hold inf or NaN. Collective."""
@@ -346,7 +339,12 @@ class ZeroEngine:
 
     def clip_by_value(self, driver: OptimizerDriver, limit: float) -> None:
         """Clamp the gradients of one optimizer. Every rank."""
-        clip.clip_by_value(self.grads.regions(driver.handles), limit)
+        clip.clip_by_value(self.grads.regions(driver.handles, write=True), limit)
+
+    def publish_delayed(self) -> None:
+        """Bring updates that are delayed to the model weights. Collective."""
+        for driver in self.drivers:
+            driver.publish()
 
     # -- buffers
 
@@ -459,18 +457,25 @@ class ZeroEngine:
             self.end_backward()
             self.grads.wait()
             self._release_weights()
+            self.publish_delayed()
             self.weights.finish_communication()
+            if self.offload is not None:
+                self.offload.runner.wait()
+        elif self.offload is not None:
+            self.offload.runner.stop()
         for unit in self.units:
             self._give_back(unit, gather=gather)
         self.grads.close()
         for driver in self.drivers:
-            driver.close()
+            driver.close(keeps_state=gather)
+        if self.offload is not None:
+            self.offload.close()
 
     def _give_back(self, unit: ZeroUnit, *, gather: bool) -> None:
         if gather:
             self.weights.fetch(unit)
         is_here = not (self.weights.has_storage_of_its_own or unit.is_gathering)
-        if gather or (is_here and not unit.has_masters):
+        if gather or (is_here and not unit.owns_shards):
             guard.release(unit.handles)
             with torch.no_grad():
                 for buffer in unit.buffers:

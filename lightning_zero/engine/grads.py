@@ -40,12 +40,13 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way: of which bucket, what has to be added to the shard (None: it went
-    there), the size of what is sent, and what the sum over the ranks is multiplied with.
+    """A reduction under way: of which bucket, where the sum goes, whether it has to be added to the
+    shard, the size of what is sent, and what the sum over the ranks is multiplied with.
     """
 
     bucket: GradBucket
-    addend: Tensor | None
+    out: Tensor
+    is_addend: bool
     pending: Pending
     nbytes: int
     scale: float
@@ -192,22 +193,19 @@ class GradReducer:
             self._finish_oldest()
         unreduced, rest = self._take_for_wire(bucket)
         layout = bucket.buffer.layout
-        addend: Tensor | None = None
-        if any(bucket.has_grad) or bucket.is_launched:  # accumulate: reduce first, then add
+        is_addend = any(bucket.has_grad) or bucket.is_launched
+        if is_addend:  # accumulate: reduce first, then add
             own = layout.shard_range(self._collectives.rank)
-            addend = unreduced[own.start : own.stop]
+            out = unreduced[own.start : own.stop]
             if unreduced.dtype != bucket.dtype:
-                addend = torch.empty_like(addend, dtype=bucket.dtype)
-        elif bucket.shard is None:
-            bucket.shard = torch.empty(
-                layout.shard_numel, dtype=bucket.dtype, device=unreduced.device
-            )
-        out = bucket.shard_or_new() if addend is None else addend
+                out = torch.empty_like(out, dtype=bucket.dtype)
+        else:
+            out = bucket.reduction_target()
         bucket.is_launched = True
         label = f"the gradients of {bucket.buffer.name}"
         pending = self._collectives.start_reduce_scatter(unreduced, out, label, bucket.buffer.index)
         size = unreduced.numel() * unreduced.element_size()
-        self._in_flight.append(_Reduction(bucket, addend, pending, size, rest))
+        self._in_flight.append(_Reduction(bucket, out, is_addend, pending, size, rest))
         self.peak_bytes = max(self.peak_bytes, self.unreduced_bytes())
 
     def _take_for_wire(self, bucket: GradBucket) -> tuple[Tensor, float]:
@@ -224,12 +222,9 @@ class GradReducer:
         return unreduced.mul_(self._loss_scale).to(wire), 1.0 / self._loss_scale
 
     def _finish_oldest(self) -> None:
-        bucket, addend, pending, _, scale = self._in_flight.popleft()
-        pending.wait()
-        if addend is not None:
-            bucket.shard_or_new().add_(addend, alpha=scale)
-        elif scale != 1.0:
-            bucket.shard_or_new().mul_(scale)
+        reduction = self._in_flight.popleft()
+        reduction.pending.wait()
+        reduction.bucket.receive(reduction.out, reduction.scale, is_addend=reduction.is_addend)
 
     def end_backward(self) -> None:
         """A backward has ended: reduce what is left and agree on what was used. Collective.
@@ -355,7 +350,8 @@ class GradReducer:
             bucket.forget({handle}, keep_zeros=False)
             return
         if not any(bucket.has_grad):
-            bucket.shard_or_new().zero_()
+            with bucket.shard_or_new().fill() as shard:
+                shard.zero_()
         bucket.has_grad[handle.index] = True
         self._seen[handle] = value
 
@@ -372,7 +368,8 @@ class GradReducer:
             where = buffer.own_range(handle)
             if len(where):
                 mine = buffer.flatten(handle, value.detach())[where.start : where.stop]
-                buffer.own_piece(handle, bucket.shard_or_new()).copy_(mine)
+                with bucket.shard_or_new().use(write=True) as shard:
+                    buffer.own_piece(handle, shard).copy_(mine)
         self._seen.clear()
 
     def zero(self, handles: Collection[ParamHandle], *, set_to_none: bool) -> None:
@@ -380,6 +377,8 @@ class GradReducer:
 
         Local, but every rank has to do it.
         """
+        if set_to_none:  # what would be dropped need not be scaled before
+            self._scales = [(h, f) for h, f in self._scales if not set(h) <= set(handles)]
         self._apply_scales()
         self.wait()
         for handle in handles:
@@ -388,17 +387,34 @@ class GradReducer:
         for bucket in {self.buckets[handle.buffer]: None for handle in handles}:
             bucket.forget(handles, keep_zeros=not set_to_none)
 
-    def regions(self, handles: Collection[ParamHandle]) -> list[Tensor]:
+    def regions(self, handles: Collection[ParamHandle], *, write: bool = False) -> Iterator[Tensor]:
         """This rank's pieces of the reduced gradients of some parameters, as few tensors as
-        possible.
+        possible, each until the next one is asked for; ``write``: they are going to be changed.
         """
         self._apply_scales()
-        return self._regions(handles)
+        yield from self._each_region(self._runs(handles), write=write)
 
-    def _regions(self, handles: Collection[ParamHandle]) -> list[Tensor]:
+    def squares(self, handles: Collection[ParamHandle]) -> list[Tensor]:
+        """The squared norms of the regions, as fp64 scalars."""
+        self._apply_scales()
+        runs = self._runs(handles)
+        return [bucket.square(*run) for bucket in runs for run in runs[bucket]]
+
+    @staticmethod
+    def _each_region(runs: dict[GradBucket, list[list[int]]], *, write: bool) -> Iterator[Tensor]:
+        buckets = list(runs)
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            with bucket.shard_or_new().use(write=write) as shard:
+                if following is not None:
+                    following.shard_or_new().start_load()
+                for start, stop in runs[bucket]:
+                    yield shard[start:stop]
+
+    def _runs(self, handles: Collection[ParamHandle]) -> dict[GradBucket, list[list[int]]]:
+        """Per bucket, the parts of its shard that hold gradients of these parameters."""
         self.wait()
         self.write_back()
-        found = []
+        found: dict[GradBucket, list[list[int]]] = {}
         for bucket in {self.buckets[handle.buffer]: None for handle in handles}:
             run: list[int] | None = None
             for (handle, start, stop), has_grad in zip(
@@ -410,10 +426,10 @@ class GradReducer:
                     run = None
                 elif run is None:
                     run = [start, stop]
-                    found.append((bucket, run))
+                    found.setdefault(bucket, []).append(run)
                 else:
                     run[1] = stop
-        return [bucket.shard_or_new()[start:stop] for bucket, (start, stop) in found]
+        return found
 
     def scale_later(self, handles: Collection[ParamHandle], factor: Tensor) -> None:
         """Multiply the gradients of some parameters by a 0-d factor, at the latest before anybody
@@ -421,14 +437,17 @@ class GradReducer:
         """
         self._scales.append((handles, factor))
 
-    def take_scale(self, handles: Collection[ParamHandle]) -> Tensor | None:
+    def take_scale(
+        self, handles: Collection[ParamHandle], *, stays_due: bool = False
+    ) -> Tensor | None:
         """The factor by which the caller has to multiply the gradients of these parameters, None
-        for 1.
+        for 1; ``stays_due``: the caller does so in a copy.
         """
         scales, self._scales = self._scales, []
         mine = [entry for entry in scales if entry[0] is handles]
         self._scales = [entry for entry in scales if entry[0] is not handles]
         if len(mine) == 1 and not self._scales:
+            self._scales = mine if stays_due else []
             return mine[0][1]
         self._scales = scales
         self._apply_scales()
@@ -437,8 +456,8 @@ class GradReducer:
     def _apply_scales(self) -> None:
         scales, self._scales = self._scales, []
         for handles, factor in scales:
-            for region in self._regions(handles):
-                region.mul_(factor)
+            for region in self._each_region(self._runs(handles), write=True):
+                region.mul_(factor.to(region.device))
 
     # -- accounting
 
@@ -450,13 +469,12 @@ class GradReducer:
         )
 
     def shard_bytes(self) -> int:
-        """Bytes of the reduced gradients."""
-        shards = [bucket.shard for bucket in self._order if bucket.shard is not None]
-        return sum(t.numel() * t.element_size() for t in shards)
+        """Bytes of the reduced gradients that are not offloaded."""
+        return sum(bucket.shard.nbytes for bucket in self._order if bucket.shard is not None)
 
     def close(self) -> None:
         """Drop all gradients; nothing may be under way."""
         self._in_flight.clear()
         self._seen.clear()
         for bucket in self._order:
-            bucket.unreduced = bucket.shard = None
+            bucket.close()

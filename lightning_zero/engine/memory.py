@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.probe import state_bytes_per_element
@@ -53,7 +54,7 @@ def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
             sum(shard_bytes[b] for b in plain)
             if is_sharded
             else sum(b.nbytes for b in engine.buffers),
-            sum(_bytes(b.shard) for b in plain)
+            sum(_shard_bytes(b) for b in plain)
             if is_sharded
             else sum(_bytes(b.full) for b in engine.buffers),
         ),
@@ -61,7 +62,7 @@ def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
         MemoryRow(
             "master weights",
             sum(b.layout.shard_numel * b.master_dtype.itemsize for b in mastered),
-            sum(_bytes(b.shard) for b in mastered),
+            sum(_shard_bytes(b) for b in mastered),
         ),
         MemoryRow("optimizer state", state, sum(driver.state_bytes() for driver in engine.drivers)),
         MemoryRow(
@@ -71,6 +72,10 @@ def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
         ),
         MemoryRow("gradient buckets", max(kept, 3 * largest), engine.grads.peak_bytes),
     ]
+
+
+def _shard_bytes(buffer: FlatBuffer) -> int:
+    return buffer.shard.nbytes + (0 if buffer.model is None else buffer.model.nbytes)
 
 
 def _window_forecast(weights: ShardedWeights) -> int:

@@ -10,8 +10,9 @@ of the groups are copied to the inner groups, and what the step changed in them 
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +22,17 @@ from torch.optim import Optimizer
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.guard import handle_of
 from lightning_zero.engine.optimizer_state import export_state, import_state
-from lightning_zero.engine.segments import Segment, cut_state, make_segment, own_slot_pieces, runs
+from lightning_zero.engine.resting_state import RestingState
+from lightning_zero.engine.segments import (
+    Segment,
+    cut_state,
+    is_per_element,
+    make_segment,
+    own_slot_pieces,
+    runs,
+)
+from lightning_zero.engine.stepping import OffloadedStep
+from lightning_zero.offload.host import HostMemory
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
@@ -44,9 +55,16 @@ class OptimizerDriver:
         self.segments: list[Segment] = []
         self.handles: dict[ParamHandle, int] = {}
         self._by_param: dict[int, ParamHandle] = {}
-        self._buffers: list[FlatBuffer] = []
+        self.buffers: list[FlatBuffer] = []
         self._is_closed = False
         self.inner = inner_optimizer(user)
+        self._offloaded: OffloadedStep | None = None
+        self.resting_state: RestingState | None = None
+        offload = engine.offload
+        if offload is not None:
+            self._offloaded = OffloadedStep(self, offload)
+            if offload.states is not None and not isinstance(offload.states, HostMemory):
+                self.resting_state = RestingState(self.inner.state, offload.states)
         self._signature: list[list[int]] = []
         initial = {cast(nn.Parameter, p): state for p, state in user.state.items() if state}
         user.state = defaultdict(dict)
@@ -63,6 +81,7 @@ class OptimizerDriver:
 
     def _build(self) -> None:
         """(Re)build the segments from the user's groups, keeping the state of what was there."""
+        self.wait()
         old = [(segment, self.inner.state.pop(segment.param, {})) for segment in self.segments]
         self.segments, self.handles = [], {}
         foreign: list[list[Any]] = []
@@ -78,10 +97,11 @@ class OptimizerDriver:
         origin = {
             (seg.buffer, slot): (seg, state) for seg, state in old if state for slot in seg.slots
         }
-        self._buffers = list({handle.buffer: None for handle in self.handles})
-        for buffer in self._buffers:
+        self.buffers = list({handle.buffer: None for handle in self.handles})
+        for buffer in self.buffers:
             if self._lacks_master(buffer):
                 buffer.make_master()
+            buffer.settle()
             pieces = own_slot_pieces(buffer)
             keys = {
                 slot: (
@@ -132,6 +152,7 @@ class OptimizerDriver:
 
     def split(self, segment: Segment, parts: Iterable[list[int]]) -> list[Segment]:
         """Cut a segment into runs of its slots, and its state with it."""
+        self.wait()
         state = self.inner.state.pop(segment.param, {})
         pieces = own_slot_pieces(segment.buffer)
         new = [make_segment(segment.group, segment.buffer, slots, pieces) for slots in parts]
@@ -164,19 +185,37 @@ class OptimizerDriver:
                 loss = closure()
         self.engine.before_step()
         self._refresh()
+        active = self._active_segments()
+        if self._offloaded is None:
+            self._step_in_place(active, kwargs)
+        else:
+            self.publish()
+            self._offloaded.start(active, kwargs)
+        self.engine.after_step(self._stepped_handles(), is_published=not self.is_delayed)
+        return loss
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether updates reach the model weights one step late."""
+        return self.engine.offload is not None and self.engine.offload.is_delayed
+
+    def publish(self) -> None:
+        """Bring an update that is delayed to the model weights. Collective."""
+        if self._offloaded is not None and self.is_delayed:
+            self.engine.weights.start_refresh(dict.fromkeys(self._offloaded.publish()))
+
+    def _step_in_place(self, active: list[Segment], kwargs: Any) -> None:
         try:
-            self._attach_gradients()
+            self._attach_gradients(active)
             self._sync_groups()
             self.inner.step(**kwargs)
-            self._sync_groups_back()
+            self.sync_groups_back()
         finally:
             for segment in self.segments:
                 segment.param.grad = None
-        self.engine.after_step(self._stepped_handles())
-        return loss
 
-    def _attach_gradients(self) -> None:
-        """Give the segments with gradients their pieces of the gradient shards."""
+    def _active_segments(self) -> list[Segment]:
+        """The segments whose parameters have gradients."""
         active: list[Segment] = []
         for segment in list(self.segments):
             bucket = self.engine.grads.buckets[segment.buffer]
@@ -185,11 +224,14 @@ class OptimizerDriver:
             if len(set(flags.values())) > 1:
                 parts = self.split(segment, runs(segment.slots, flags))
             active += [part for part in parts if flags[part.slots[0]]]
+        return active
+
+    def _attach_gradients(self, active: list[Segment]) -> None:
+        """Give segments their pieces of the gradient shards."""
         factor = self.engine.grads.take_scale(self.handles)
         for segment in active:
-            grad = self.engine.grads.buckets[segment.buffer].shard_or_new()[
-                segment.start : segment.stop
-            ]
+            with self.engine.grads.buckets[segment.buffer].shard_or_new().use(write=True) as shard:
+                grad = shard[segment.start : segment.stop]
             if factor is not None:
                 grad.mul_(factor)
             segment.param.grad = grad
@@ -203,7 +245,8 @@ class OptimizerDriver:
         for inner, group in zip(self.inner.param_groups, self.user.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
 
-    def _sync_groups_back(self) -> None:
+    def sync_groups_back(self) -> None:
+        """Take over what a step has changed in the groups."""
         for inner, group in zip(self.inner.param_groups, self.user.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
@@ -222,7 +265,7 @@ class OptimizerDriver:
         self._build()
 
     def _refresh(self) -> None:
-        lacks_master = any(map(self._lacks_master, self._buffers))
+        lacks_master = any(map(self._lacks_master, self.buffers))
         if lacks_master or self._signature != self._current_signature():
             self._build()
 
@@ -246,14 +289,36 @@ class OptimizerDriver:
                     state[param] = state_dict["state"][index]
             group.update({key: value for key, value in loaded.items() if key != "params"})
         self._refresh()
+        self.wait()
         self.inner.state.clear()
+        if self.resting_state is not None:
+            self.resting_state.forget()
         import_state(self, state)
         self._sync_groups()
 
     # -- the rest
 
+    def wait(self) -> None:
+        """Wait for steps in the background, which use segments and state."""
+        if self.engine.offload is not None:
+            self.engine.offload.runner.wait()
+
+    @contextlib.contextmanager
+    def state_of(self, buffer: FlatBuffer, *, write: bool = False) -> Iterator[None]:
+        """Inside, the state of a buffer's segments is in memory; ``write``: to be changed."""
+        self.wait()
+        if self.resting_state is None:
+            yield
+            return
+        self.resting_state.load(buffer, self.segments_of(buffer))
+        try:
+            yield
+        finally:  # the buffer may have been cut into other segments
+            self.resting_state.store(buffer, self.segments_of(buffer), is_changed=write)
+
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state on this rank."""
+        """Bytes of the optimizer's state of this rank, wherever it rests."""
+        self.wait()
         tensors = [
             v
             for state in self.inner.state.values()
@@ -262,15 +327,44 @@ class OptimizerDriver:
         ]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def close(self) -> None:
+    def close(self, *, keeps_state: bool) -> None:
         """Let go of the shards.
 
-        The state stays and can still be saved, but no step is possible any more.
+        The state stays and can still be saved, but no step is possible any more. State that rests
+        in files is read into memory if ``keeps_state``, and lost otherwise.
         """
         self._is_closed = True
+        if keeps_state:
+            self.wait()
+            self.bring_back_state()
         for segment in self.segments:
             segment.param.grad = None
             segment.param.data = segment.param.new_empty(0)
+
+    def segments_of(self, buffer: FlatBuffer) -> list[Segment]:
+        """The segments that lie in a flat buffer."""
+        return [segment for segment in self.segments if segment.buffer is buffer]
+
+    def bring_back_state(self) -> None:
+        """Have all state in memory of its own, where the segments are."""
+        resting, self.resting_state = self.resting_state, None
+        if resting is None:
+            return
+        for buffer in self.buffers:
+            segments = self.segments_of(buffer)
+            with resting.loaded(buffer, segments):
+                copies = {
+                    segment: {
+                        key: value.to(segment.param.device, copy=True)
+                        for key, value in self.inner.state.get(segment.param, {}).items()
+                        if is_per_element(value, segment)
+                    }
+                    for segment in segments
+                }
+            for segment, entries in copies.items():
+                if entries:
+                    self.inner.state[segment.param].update(entries)
+        resting.forget()
 
 
 def inner_optimizer(user: Optimizer) -> Optimizer:

@@ -40,7 +40,10 @@ class StateShard:
     dtype: torch.dtype
 
     def own_piece(self) -> Tensor | None:
-        """The elements of this rank's piece of the parameter, 1-D; None if it has none."""
+        """The elements of this rank's piece of the parameter, 1-D; None if it has none.
+
+        Only while the state of the buffer is in memory (:meth:`OptimizerDriver.state_of`).
+        """
         for segment in self.driver.segments:
             if segment.buffer is self.handle.buffer and self.handle.index in segment.slots:
                 start, stop = own_slot_pieces(segment.buffer)[self.handle.index]
@@ -75,7 +78,8 @@ def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
     described = _describe(driver)
     full: dict[ParamHandle, dict[str, Any]] = {}
     for buffer in {handle.buffer: None for handle in driver.handles}:
-        full.update(_gather_buffer(driver, buffer, described, is_wanted))
+        with driver.state_of(buffer):
+            full.update(_gather_buffer(driver, buffer, described, is_wanted))
     return _pack(driver, full)
 
 
@@ -84,6 +88,7 @@ def _describe(driver: OptimizerDriver) -> dict[tuple[int, int], dict[str, Any]]:
     the values of the rest.
     """
     own: dict[tuple[int, int], dict[str, Any]] = {}
+    driver.wait()
     for segment in driver.segments:
         for slot in segment.slots:
             state = driver.inner.state.get(segment.param, {})
@@ -166,7 +171,15 @@ def import_state(driver: OptimizerDriver, state: dict[nn.Parameter, dict[str, An
             driver.inner.state[param] = entries
         else:
             by_handle[handle] = entries
-    for segment in list(driver.segments):
+    for buffer in {segment.buffer: None for segment in driver.segments}:
+        with driver.state_of(buffer, write=True):
+            _import_buffer(driver, buffer, by_handle)
+
+
+def _import_buffer(
+    driver: OptimizerDriver, buffer: FlatBuffer, by_handle: dict[ParamHandle, dict[str, Any]]
+) -> None:
+    for segment in [segment for segment in driver.segments if segment.buffer is buffer]:
         kinds: list[dict[str, Any]] = []
         key = {
             slot: _kind(segment.buffer.handles[slot], by_handle, kinds) for slot in segment.slots
@@ -206,7 +219,7 @@ def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[s
     if not _is_full(name, value, handles[0].placeholder.shape):
         return value.detach().clone() if isinstance(value, Tensor) else value
     dtype = buffer.master_dtype if value.is_floating_point() else value.dtype
-    local = torch.zeros(part.stop - part.start, dtype=dtype, device=buffer.device)
+    local = torch.zeros(part.stop - part.start, dtype=dtype, device=part.param.device)
     pieces = own_slot_pieces(buffer)
     for handle in handles:
         start, stop = pieces[handle.index]

@@ -40,7 +40,10 @@ PLACEMENTS = {
 }
 
 
-def placements_of(stage: int, world_size: int) -> Placements:
-    """The row of ``stage``; one rank alone holds everything, so its weights need no gathering."""
+def placements_of(stage: int, world_size: int, *, offloads_weights: bool = False) -> Placements:
+    """The row of ``stage``; one rank alone holds everything, so its weights need no gathering
+    unless they rest on an offload device.
+    """
     row = PLACEMENTS[stage]
-    return row._replace(weight=Placement.REPLICATED) if world_size == 1 else row
+    is_whole = world_size == 1 and not offloads_weights
+    return row._replace(weight=Placement.REPLICATED) if is_whole else row

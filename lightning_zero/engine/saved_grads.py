@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_zero.engine.bucket import GradBucket
 from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.grads import GradReducer
+from lightning_zero.engine.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class GradShard:
         """Of the elements."""
         return self.bucket.dtype
 
-    def own_piece(self) -> Tensor:
-        """This rank's elements, 1-D."""
-        return self.handle.buffer.own_piece(self.handle, self.bucket.shard_or_new())
+    @property
+    def shard(self) -> Shard:
+        """The gradients of the whole buffer, of which this rank has a part."""
+        return self.bucket.shard_or_new()
 
 
 def pending_shards(grads: GradReducer) -> dict[str, GradShard]:
@@ -98,4 +100,5 @@ def _add_to_shard(bucket: GradBucket, handle: ParamHandle, value: Tensor) -> Non
     bucket.has_grad[handle.index] = True
     if len(where):
         mine = buffer.flatten(handle, value.detach())[where.start : where.stop]
-        buffer.own_piece(handle, shard).add_(mine.to(shard.device))
+        with shard.use(write=True) as content:
+            buffer.own_piece(handle, content).add_(mine.to(content.device))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.shard import HeldShard
 
 
 @dataclass(eq=False)
@@ -46,7 +47,10 @@ def make_segment(
     slots = tuple(slots)
     start, stop = pieces[slots[0]][0], pieces[slots[-1]][1]
     is_trainable = buffer.dtype.is_floating_point or buffer.dtype.is_complex
-    param = nn.Parameter(buffer.shard[start:stop], requires_grad=is_trainable)
+    # what rests elsewhere is put in for each step
+    held = buffer.shard.tensor[start:stop] if isinstance(buffer.shard, HeldShard) else None
+    data = torch.empty(0, dtype=buffer.shard.dtype) if held is None else held
+    param = nn.Parameter(data, requires_grad=is_trainable)
     return Segment(group, buffer, slots, start, stop, param)
 
 

@@ -109,6 +109,11 @@ class ZeroUnit:
         return any(buffer.has_master for buffer in self.buffers)
 
     @property
+    def owns_shards(self) -> bool:
+        """Whether what is stepped is apart from the model weights even where they are whole."""
+        return any(buffer.owns_shard for buffer in self.buffers)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter requires a gradient at the moment."""
         return any(handle.param.requires_grad for handle in self.handles)

@@ -63,7 +63,7 @@ class Weights(abc.ABC):
 
     def is_in_place(self, handle: ParamHandle) -> bool:
         """Whether reading a parameter gives its own memory, without communication."""
-        return not (self.has_storage_of_its_own or handle.buffer.has_master)
+        return not (self.has_storage_of_its_own or handle.buffer.owns_shard)
 
     @abc.abstractmethod
     def read(self, handle: ParamHandle, *, is_rounded: bool) -> Tensor:
@@ -114,12 +114,12 @@ class ReplicatedWeights(Weights):
     def enter(self, unit: ZeroUnit, phase: UnitPhase) -> None:
         """See the base class."""
         super().enter(unit, phase)
-        if unit.pins == 1 and unit.has_masters:
+        if unit.pins == 1 and unit.owns_shards:
             unit.versions = unit.current_versions()
 
     def leave(self, unit: ZeroUnit) -> None:
         """See the base class."""
-        if unit.pins == 1 and unit.has_masters and unit.versions != unit.current_versions():
+        if unit.pins == 1 and unit.owns_shards and unit.versions != unit.current_versions():
             self.write_back(unit)
         super().leave(unit)
 
@@ -167,12 +167,13 @@ class ReplicatedWeights(Weights):
         """See the base class."""
         handle.buffer.pending.wait()
         handle.view.copy_(value)
-        if handle.buffer.has_master:
+        if handle.buffer.owns_shard:
             handle.buffer.write_own_slice(handle, value)
 
 
 class ShardedWeights(Weights):
-    """Every rank holds its shard; units are gathered when they are used.
+    """Every rank holds its shard; units are gathered when they are used. They come without their
+    full weights.
 
     [Note: the gather window] A unit is gathered when a module call or a node of the backward needs
     it, and units that will probably follow are prefetched. Units that are not in use are freed,
@@ -193,9 +194,6 @@ class ShardedWeights(Weights):
         self._gathered: OrderedDict[ZeroUnit, None] = OrderedDict()
         self._schedule: Schedule[ZeroUnit] = Schedule()
         for unit in units:
-            for buffer in unit.buffers:
-                buffer.detach_shard()
-                buffer.free()
             unit.guard()
 
     def need(self, unit: ZeroUnit, phase: UnitPhase) -> None:
@@ -268,6 +266,8 @@ class ShardedWeights(Weights):
             if following not in self._gathered:
                 self._make_room(following.nbytes, keep)
                 if not is_nearest and self.gathered_bytes + following.nbytes > self.window_bytes:
+                    for buffer in following.buffers:
+                        buffer.start_load()
                     return
                 self._start(following)
             is_nearest = False

@@ -1,0 +1,1 @@
+"""Callbacks for a Trainer that runs a ZeroStrategy."""

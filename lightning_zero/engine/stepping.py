@@ -1,0 +1,275 @@
+"""The step of an optimizer whose shards rest on offload devices, one flat buffer after the other.
+
+[Note: the offloaded step] A thread of its own loads, steps and stores one flat buffer after the
+other, in the order of the forward. While one is stepped the next ones are being read and those
+before are being written and sent to the model's device. ``step()`` returns at once: what needs a
+shard or its model weights waits for that buffer alone, so that the next forward begins on the first
+units. An update sees the gradients and hyper-parameters of its own step, whatever is changed later.
+Only optimizers of ``torch.optim`` are stepped behind the caller's back: others may change their
+groups, and are waited for.
+
+With the delayed update (ZeRO-Offload, section 5.2) model weights are one update behind: those of a
+step are used from the step after the next forward and backward on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.buffer import FlatBuffer
+from lightning_zero.engine.offload import Offload
+from lightning_zero.engine.resting_state import RestingState
+from lightning_zero.engine.segments import Segment
+from lightning_zero.engine.shard import RestingShard, Shard
+from lightning_zero.pending import Pending
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.optimizer import OptimizerDriver
+
+_IN_FLIGHT = 3
+"""Flat buffers that are being read, stepped or about to be stepped at the same time."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """The step of what one optimizer has in one flat buffer.
+
+    Attributes:
+        buffer: the buffer.
+        segments: all segments of the optimizer in it.
+        active: those with gradients.
+        grad: the gradients.
+        arrived: when they are in host memory.
+        published: when the device has the new model weights.
+    """
+
+    buffer: FlatBuffer
+    segments: list[Segment]
+    active: list[Segment]
+    grad: Shard
+    arrived: Pending
+    published: Pending = field(default_factory=Pending)
+
+
+class OffloadedStep:
+    """Steps the shards of one optimizer in the background.
+
+    Args:
+        driver: of the optimizer.
+        offload: where its shards rest.
+    """
+
+    def __init__(self, driver: OptimizerDriver, offload: Offload) -> None:
+        self._driver, self._offload = driver, offload
+        self._is_torchs = driver.plain_class.__module__.startswith("torch.optim")
+        self._unpublished: list[_Job] = []
+
+    def start(self, active: Sequence[Segment], kwargs: Any) -> None:
+        """Begin the step of the segments ``active``."""
+        factor = self._driver.engine.grads.take_scale(
+            self._driver.handles, stays_due=not self._offload.scales_in_place
+        )
+        jobs = self._jobs(active)
+        groups = [
+            _hyper_parameters(group, self._driver.engine.device)
+            for group in self._driver.user.param_groups
+        ]
+        after = self._offload.transfers.now()
+        step = _Step(self._driver, jobs, groups, factor, kwargs, self._offload, after)
+        for number, job in enumerate(jobs):
+            done = self._offload.runner.submit(step.run(number))
+            self._order_after(job, done)
+        self._offload.runner.submit(step.run_rest)
+        if not self._is_torchs:
+            self._offload.runner.wait()
+            self._driver.sync_groups_back()
+        if self._offload.is_delayed:
+            self._unpublished += jobs
+
+    def _jobs(self, active: Sequence[Segment]) -> list[_Job]:
+        """In the order of the forward."""
+        chosen = set(active)
+        of_buffer: dict[FlatBuffer, list[Segment]] = {}
+        for segment in self._driver.segments:
+            of_buffer.setdefault(segment.buffer, []).append(segment)
+        jobs = []
+        for buffer, segments in sorted(of_buffer.items(), key=lambda item: item[0].index):
+            mine = [segment for segment in segments if segment in chosen]
+            if mine:
+                grad = self._driver.engine.grads.buckets[buffer].shard_or_new()
+                jobs.append(_Job(buffer, segments, mine, grad, grad.step))
+        return jobs
+
+    def _order_after(self, job: _Job, done: Pending) -> None:
+        """Every use of what the job works on waits for it."""
+        job.buffer.shard.step = job.grad.step = done
+        if self._offload.is_delayed:
+            return
+
+        def finish() -> None:
+            done.wait()
+            job.published.wait()
+
+        published = Pending(finish)
+        if job.buffer.model is not None:
+            job.buffer.model.step = published
+        elif not job.buffer.is_sharded:
+            job.buffer.pending = published
+
+    def publish(self) -> list[FlatBuffer]:
+        """Bring a delayed update to the model weights; waits for it.
+
+        Returns the buffers, the same on all ranks.
+        """
+        jobs, self._unpublished = self._unpublished, []
+        for job in jobs:
+            with job.buffer.shard.use() as shard:
+                job.buffer.publish(shard).wait()
+        return [job.buffer for job in jobs]
+
+
+class _Step:
+    """One step, run by the thread.
+
+    Args:
+        driver: of the optimizer.
+        jobs: what is to be stepped.
+        groups: the hyper-parameters of the optimizer's groups at the time of the step.
+        factor: what gradients are multiplied with.
+        kwargs: for the optimizer's ``step``.
+        offload: where everything rests.
+        after: when the device does not use the old weights any more.
+    """
+
+    def __init__(
+        self,
+        driver: OptimizerDriver,
+        jobs: list[_Job],
+        groups: list[dict[str, Any]],
+        factor: Tensor | None,
+        kwargs: Mapping[str, Any],
+        offload: Offload,
+        after: Any,
+    ) -> None:
+        self._driver, self._jobs, self._groups = driver, jobs, groups
+        self._factor, self._kwargs, self._offload, self._after = factor, kwargs, offload, after
+        self._stepped_groups: set[int] = set()
+        self._num_loading = 0
+
+    def run(self, number: int) -> Callable[[], None]:
+        """The job with this number, for the runner."""
+
+        def job() -> None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._load_ahead(number)
+                self._run(self._jobs[number])
+
+        return job
+
+    def _load_ahead(self, number: int) -> None:
+        """Begin to read this job's data, and the next ones' where there is room for them."""
+        if number == 0 and self._factor is not None:
+            self._factor = self._factor.cpu()
+        self._num_loading = max(self._num_loading, number)
+        while self._num_loading < min(number + _IN_FLIGHT, len(self._jobs)):
+            job = self._jobs[self._num_loading]
+            if self._num_loading > number and not self._has_room(job):
+                return
+            job.arrived.wait()
+            for shard in (job.buffer.shard, job.grad):
+                if isinstance(shard, RestingShard):
+                    shard.slab.start_load()
+            if self._state is not None:
+                self._state.start_load(job.buffer)
+            self._num_loading += 1
+
+    @property
+    def _state(self) -> RestingState | None:
+        return self._driver.resting_state
+
+    def _has_room(self, job: _Job) -> bool:
+        """Whether a job's data fit in the staging memory besides what is in there."""
+        size = job.grad.numel * job.grad.dtype.itemsize
+        size += job.buffer.shard.numel * job.buffer.shard.dtype.itemsize
+        size += 0 if self._state is None else self._state.nbytes(job.buffer)
+        return all(device.has_room(size) for device in self._offload.devices)
+
+    def _run(self, job: _Job) -> None:
+        if self._after is not None:
+            self._after.synchronize()
+        shard, grad = job.buffer.shard.open(), job.grad.open()
+        if self._state is not None:
+            self._state.load(job.buffer, job.segments)
+        for segment in job.active:
+            segment.param.data = shard[segment.start : segment.stop]
+            mine = grad[segment.start : segment.stop]
+            if self._factor is not None:
+                mine.mul_(self._factor)
+            segment.param.grad = mine
+        try:
+            self._step_segments(job.active)
+        finally:
+            for segment in job.active:
+                segment.param.grad = None
+        if self._state is not None:
+            self._state.store(job.buffer, job.segments)
+        # where it is loaded from a file the factor stays due: nothing is written for it
+        job.grad.close(is_changed=self._factor is not None and self._offload.scales_in_place)
+        if not self._offload.is_delayed:
+            job.published = job.buffer.publish(shard, self._after)
+        for segment in job.active:
+            if job.buffer.places.shard is not None:
+                segment.param.data = shard.new_empty(0)
+        job.buffer.shard.close(is_changed=True)
+
+    def _step_segments(self, segments: Sequence[Segment]) -> None:
+        """Step these segments alone, with the hyper-parameters as they were before the step."""
+        params: dict[int, list[Any]] = {}
+        for segment in segments:
+            params.setdefault(segment.group, []).append(segment.param)
+        self._stepped_groups.update(params)
+        self._step_groups(params)
+
+    def run_rest(self) -> None:
+        """Step what is no segment, and groups that have none with a gradient here."""
+        segments = {id(segment.param) for segment in self._driver.segments}
+        rest = {}
+        for index, group in enumerate(self._driver.inner.param_groups):
+            others = [param for param in group["params"] if id(param) not in segments]
+            if others or index not in self._stepped_groups:
+                rest[index] = others
+        if rest:
+            with torch.no_grad():
+                self._step_groups(rest)
+
+    def _step_groups(self, params: Mapping[int, list[Any]]) -> None:
+        inner = self._driver.inner
+        groups = inner.param_groups
+        for index in params:
+            groups[index].update(self._groups[index])
+        inner.param_groups = [{**groups[i], "params": chosen} for i, chosen in params.items()]
+        try:
+            inner.step(**self._kwargs)
+        finally:
+            for changed, index in zip(inner.param_groups, params, strict=True):
+                groups[index].update({k: v for k, v in changed.items() if k != "params"})
+            inner.param_groups = groups
+
+
+def _hyper_parameters(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What a step needs of a group, as it is now."""
+    found = {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    if device.type != "cpu" and "fused" in found:
+        # on the host the fused kernel is the fast one, whichever was chosen for the device
+        found.update(fused=True, foreach=None)
+        found.update({key: False for key in ("capturable",) if key in found})
+    return found

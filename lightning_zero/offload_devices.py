@@ -1,0 +1,187 @@
+"""From the user's choice of offloading to devices that are open, or a refusal with the numbers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_zero.comm.collectives import Collectives
+from lightning_zero.config import OffloadConfig
+from lightning_zero.engine.offload import Offload
+from lightning_zero.errors import OffloadError
+from lightning_zero.offload.device import OffloadDevice
+from lightning_zero.offload.disk import Disk
+from lightning_zero.offload.host import HostMemory
+from lightning_zero.offload.run_folder import RunFolder, free_bytes
+from lightning_zero.offload.transfer import Transfers
+
+_GIB = 1 << 30
+_RESERVE = 0.02  # of a file system, for everything else
+
+
+class OffloadPlaces(NamedTuple):
+    """Where optimizer state and parameters rest in a run: "cpu", "nvme" or None."""
+
+    states: str | None
+    params: str | None
+
+
+def active_places(
+    config: OffloadConfig | None,
+    device: torch.device,
+    *,
+    is_fitting: bool,
+    is_parking: bool = False,
+) -> OffloadPlaces:
+    """What of the user's choice applies to a run on ``device``, or, if ``is_parking``, while a run
+    evaluates.
+    """
+    if config is None:
+        return OffloadPlaces(None, None)
+    chosen = OffloadPlaces(
+        config.optimizer if is_fitting and is_parking == (config.during == "evaluation") else None,
+        config.params if config.during != ("evaluation" if is_fitting else "training") else None,
+    )
+    if device.type == "cpu" and not config.force:
+        return OffloadPlaces(*(None if place == "cpu" else place for place in chosen))
+    return chosen
+
+
+class _Machine(NamedTuple):
+    """What a rank reports of the machine that it is on."""
+
+    host: str
+    memory_bytes: int
+    disk: int
+    free_disk_bytes: int
+    error: str | None
+
+
+def open_offload(
+    config: OffloadConfig,
+    places: OffloadPlaces,
+    device: torch.device,
+    collectives: Collectives,
+    needed: Mapping[str, int],
+) -> Offload:
+    """Open the devices of a run. Collective; refused on every rank if it is on any.
+
+    Args:
+        config: the user's choice.
+        places: what of it applies.
+        device: where the model is computed.
+        collectives: the ranks.
+        needed: bytes that will rest in each place, of all ranks together.
+
+    Raises:
+        MisconfigurationException: if memory or disk are too small, or the folder can not be used;
+            says how much there is and how much is needed.
+    """
+    folder: RunFolder | None = None
+    error, path = None, Path(config.folder or ".")
+    if "nvme" in places:
+        try:
+            folder = RunFolder.claim(path, collectives.rank)
+        except (OffloadError, OSError, ValueError) as failure:
+            error = str(failure)
+    machines = collectives.all_gather_object(_report(path, folder, error), "the machines' memory")
+    try:
+        _check(machines, needed, path)
+    except MisconfigurationException:
+        if folder is not None:
+            folder.close()
+        raise
+    num_local = sum(m.host == machines[collectives.rank].host for m in machines)
+    devices: dict[str, OffloadDevice] = {}
+    if folder is not None:
+        devices["nvme"] = Disk(folder.path, config.staging_bytes // num_local)
+    if "cpu" in places:
+        devices["cpu"] = HostMemory(_pin_bytes(config, num_local))
+    _announce(config, needed, devices.get("nvme"), path, len(machines))
+    return Offload(
+        None if places.states is None else devices[places.states],
+        None if places.params is None else devices[places.params],
+        Transfers(device, pins=bool(config.pin_memory)),
+        is_delayed=config.delayed_update and places.states is not None,
+        on_close=None if folder is None else folder.close,
+    )
+
+
+def _report(path: Path, folder: RunFolder | None, error: str | None) -> _Machine:
+    disk = 0 if folder is None else os.stat(folder.path).st_dev
+    free = 0 if folder is None else free_bytes(path)
+    return _Machine(socket.gethostname(), _memory_bytes(), disk, free, error)
+
+
+def _memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _pin_bytes(config: OffloadConfig, num_local: int) -> int:
+    if config.pin_memory is True:
+        return _memory_bytes() // 2 // num_local
+    return config.pin_memory // num_local
+
+
+def _check(machines: list[_Machine], needed: Mapping[str, int], path: Path) -> None:
+    """Refuse what can not work, with the numbers."""
+    for rank, machine in enumerate(machines):
+        if machine.error is not None:
+            raise MisconfigurationException(
+                f"Rank {rank} can not offload to '{path}': {machine.error}"
+            )
+    per_rank = {place: count / len(machines) for place, count in needed.items()}
+    ranks_of_host = Counter(machine.host for machine in machines)
+    ranks_of_disk = Counter((machine.host, machine.disk) for machine in machines)
+    for machine in machines:
+        memory = per_rank.get("cpu", 0) * ranks_of_host[machine.host]
+        if memory > machine.memory_bytes:
+            raise MisconfigurationException(
+                f"Offloading to 'cpu' needs {memory / _GIB:.1f} GiB of host memory on"
+                f" {machine.host}, which has {machine.memory_bytes / _GIB:.1f} GiB. Use more"
+                " machines, or offload to 'nvme'."
+            )
+        disk = per_rank.get("nvme", 0) * ranks_of_disk[machine.host, machine.disk]
+        if disk > machine.free_disk_bytes * (1 - _RESERVE):
+            raise MisconfigurationException(
+                f"Offloading to 'nvme' needs {disk / _GIB:.1f} GiB in '{path}' on {machine.host},"
+                f" where {machine.free_disk_bytes / _GIB:.1f} GiB are free. Free some, or pass"
+                " another `nvme_path`."
+            )
+
+
+def _announce(
+    config: OffloadConfig,
+    needed: Mapping[str, int],
+    disk: OffloadDevice | None,
+    path: Path,
+    num_ranks: int,
+) -> None:
+    parts = []
+    if needed.get("cpu"):
+        parts.append(f"{needed['cpu'] / _GIB:.2f} GiB in host memory")
+    if isinstance(disk, Disk):
+        kind = "direct" if disk.is_direct else "plain (the file system refuses direct I/O)"
+        parts.append(
+            f"{needed.get('nvme', 0) / _GIB:.2f} GiB in files under '{path}', {kind} I/O through"
+            f" {config.staging_bytes / _GIB:.2f} GiB of staging memory per machine"
+        )
+    rank_zero_info(f"Offloaded from {num_ranks} rank(s): {'; '.join(parts)}.")
+
+
+def announce_nothing(config: OffloadConfig) -> None:
+    """Say that offloading to the CPU does nothing on the CPU."""
+    if "cpu" in (config.optimizer, config.params):
+        rank_zero_info(
+            "Offloading to 'cpu' does nothing here: the model is in host memory already."
+            " (OffloadCallback(force=True) runs the whole path all the same.)"
+        )
