@@ -60,6 +60,7 @@ class OptimizerDriver:
         self.inner = inner_optimizer(user)
         self._offloaded: OffloadedStep | None = None
         self.resting_state: RestingState | None = None
+        self._due: dict[FlatBuffer, None] = {}  # delayed updates; the same on all ranks
         offload = engine.offload
         if offload is not None:
             self._offloaded = OffloadedStep(self, offload)
@@ -191,7 +192,10 @@ class OptimizerDriver:
         else:
             self.publish()
             self._offloaded.start(active, kwargs)
-        self.engine.after_step(self._stepped_handles(), is_published=not self.is_delayed)
+        stepped = self._stepped_handles()
+        if self.is_delayed:
+            self._due = {handle.buffer: None for handle in stepped}
+        self.engine.after_step(stepped, is_published=not self.is_delayed)
         return loss
 
     @property
@@ -202,7 +206,9 @@ class OptimizerDriver:
     def publish(self) -> None:
         """Bring an update that is delayed to the model weights. Collective."""
         if self._offloaded is not None and self.is_delayed:
-            self.engine.weights.start_refresh(dict.fromkeys(self._offloaded.publish()))
+            self._offloaded.publish()
+            buffers, self._due = self._due, {}
+            self.engine.weights.start_refresh(buffers)
 
     def _step_in_place(self, active: list[Segment], kwargs: Any) -> None:
         try:

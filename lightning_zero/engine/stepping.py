@@ -121,16 +121,12 @@ class OffloadedStep:
         elif not job.buffer.is_sharded:
             job.buffer.pending = published
 
-    def publish(self) -> list[FlatBuffer]:
-        """Bring a delayed update to the model weights; waits for it.
-
-        Returns the buffers, the same on all ranks.
-        """
+    def publish(self) -> None:
+        """Bring a delayed update to this rank's model weights; waits for it."""
         jobs, self._unpublished = self._unpublished, []
         for job in jobs:
             with job.buffer.shard.use() as shard:
                 job.buffer.publish(shard).wait()
-        return [job.buffer for job in jobs]
 
 
 class _Step:
