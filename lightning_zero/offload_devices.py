@@ -180,7 +180,7 @@ def _announce(
 
 def announce_nothing(config: OffloadConfig) -> None:
     """Say that offloading to the CPU does nothing on the CPU."""
-    if "cpu" in (config.optimizer, config.params):
+    if "cpu" in (config.optimizer, config.params) and config.during != "evaluation":
         rank_zero_info(
             "Offloading to 'cpu' does nothing here: the model is in host memory already."
             " (OffloadCallback(force=True) runs the whole path all the same.)"

@@ -43,6 +43,13 @@ class OffloadingStrategy(CheckpointingStrategy):
             )
         self.config = replace(self.config, offload=offload)
 
+    def offload_places(self, *, is_fitting: bool) -> OffloadPlaces:
+        """What of the user's choice applies to this run; says so if nothing does."""
+        places = active_places(self.config.offload, self.root_device, is_fitting=is_fitting)
+        if is_fitting and self.config.offload is not None and not any(places):
+            announce_nothing(self.config.offload)
+        return places
+
     def shards_weights(self, places: OffloadPlaces) -> bool:
         """Whether every rank holds only its shard of the model weights."""
         placements = placements_of(
@@ -55,10 +62,7 @@ class OffloadingStrategy(CheckpointingStrategy):
     ) -> Offload | None:
         """Where the shards of a run will rest; None if nothing is offloaded. Collective."""
         config = self.config.offload
-        if config is None:
-            return None
-        if not any(places):
-            announce_nothing(config)
+        if config is None or not any(places):
             return None
         if places.states is None and optimizers and self.root_device.type != "cpu":
             raise MisconfigurationException(

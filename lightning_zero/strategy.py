@@ -30,7 +30,7 @@ from lightning_zero.engine.memory import MemoryRow, memory_report
 from lightning_zero.engine.optimizer import parameters_of, release_optimizer
 from lightning_zero.engine.probe import check_element_wise
 from lightning_zero.errors import ZeroError
-from lightning_zero.offload_devices import OffloadPlaces, active_places
+from lightning_zero.offload_devices import OffloadPlaces
 from lightning_zero.offloading import OffloadingStrategy, offload_config
 from lightning_zero.precision import ZeroPrecision, adapt_precision
 
@@ -197,7 +197,7 @@ class ZeroStrategy(OffloadingStrategy):
         if is_fitting and self._layer_sync:
             self._check_layer_sync()
             self.model = self._layer_sync.apply(self.model)
-        places = active_places(self.config.offload, self.root_device, is_fitting=is_fitting)
+        places = self.offload_places(is_fitting=is_fitting)
         is_sharded = self.shards_weights(places)
         has_offload = any(places)
         has_engine = (self.world_size > 1 or has_offload) and (is_fitting or is_sharded)

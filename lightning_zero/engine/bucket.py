@@ -110,16 +110,11 @@ class GradBucket:
         """Whether the shard rests on an offload device, and not where it is reduced."""
         return self.buffer.places.grad is not None
 
-    def reduction_target(self) -> Tensor:
-        """Where a reduction puts what is going to be the whole shard: the shard itself, or memory
-        from which :meth:`receive` takes it.
-        """
-        layout = self.buffer.layout
-        if self.is_resting:
-            return torch.empty(layout.shard_numel, dtype=self.dtype, device=self.buffer.device)
+    def held_shard(self) -> Tensor:
+        """The shard that does not rest elsewhere, to be overwritten by a reduction."""
         self.shard = self.shard or self._new_shard()
         with self.shard.fill() as content:
-            return content  # held: valid outside, too
+            return content  # valid outside, too
 
     def receive(self, reduced: Tensor, scale: float, *, is_addend: bool) -> None:
         """Add what a reduction has brought, times ``scale``, to the shard, or replace it."""

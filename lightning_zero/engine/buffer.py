@@ -221,7 +221,14 @@ class FlatBuffer:
                 self.replace_shard(
                     self.offload.rest(shard, places.shard, f"the shard of {self.name}")
                 )
-        self.places = places
+        # what was moved away stays there, also if it is frozen later
+        before = self.places
+        self.places = Places(
+            places.shard or before.shard,
+            places.model or before.model,
+            places.has_model or before.has_model,
+            places.grad or before.grad,
+        )
 
     def replace_shard(self, shard: Shard) -> None:
         """Have ``shard`` instead of the present one, whose memory is given back."""

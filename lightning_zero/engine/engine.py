@@ -451,25 +451,32 @@ class ZeroEngine:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if gather:
-            # a rank that leaves early would leave the others waiting for it
-            self.collectives.all_gather_object(None, "the end of the run")
-            self.end_backward()
-            self.grads.wait()
-            self._release_weights()
-            self.publish_delayed()
-            self.weights.finish_communication()
+        try:
+            self._settle(gather=gather)
+            for unit in self.units:
+                self._give_back(unit, gather=gather)
+            self.grads.close()
+            for driver in self.drivers:
+                driver.close(keeps_state=gather)
+        finally:
             if self.offload is not None:
-                self.offload.runner.wait()
-        elif self.offload is not None:
-            self.offload.runner.stop()
-        for unit in self.units:
-            self._give_back(unit, gather=gather)
-        self.grads.close()
-        for driver in self.drivers:
-            driver.close(keeps_state=gather)
+                self.offload.close()
+
+    def _settle(self, *, gather: bool) -> None:
+        """Let nothing be under way any more."""
+        if not gather:
+            if self.offload is not None:
+                self.offload.runner.stop()
+            return
+        # a rank that leaves early would leave the others waiting for it
+        self.collectives.all_gather_object(None, "the end of the run")
+        self.end_backward()
+        self.grads.wait()
+        self._release_weights()
+        self.publish_delayed()
+        self.weights.finish_communication()
         if self.offload is not None:
-            self.offload.close()
+            self.offload.runner.wait()
 
     def _give_back(self, unit: ZeroUnit, *, gather: bool) -> None:
         if gather:

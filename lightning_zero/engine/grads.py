@@ -194,13 +194,13 @@ class GradReducer:
         unreduced, rest = self._take_for_wire(bucket)
         layout = bucket.buffer.layout
         is_addend = any(bucket.has_grad) or bucket.is_launched
-        if is_addend:  # accumulate: reduce first, then add
+        if is_addend or bucket.is_resting:  # reduce first, then add or move away
             own = layout.shard_range(self._collectives.rank)
             out = unreduced[own.start : own.stop]
             if unreduced.dtype != bucket.dtype:
                 out = torch.empty_like(out, dtype=bucket.dtype)
         else:
-            out = bucket.reduction_target()
+            out = bucket.held_shard()
         bucket.is_launched = True
         label = f"the gradients of {bucket.buffer.name}"
         pending = self._collectives.start_reduce_scatter(unreduced, out, label, bucket.buffer.index)

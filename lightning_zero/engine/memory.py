@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.placement import Placement
 from lightning_zero.engine.probe import state_bytes_per_element
 from lightning_zero.engine.weights import ShardedWeights
+from lightning_zero.offload.host import HostMemory
 
 
 class MemoryRow(NamedTuple):
@@ -32,50 +34,72 @@ def memory_report(
 
 
 def _sharded_report(engine: ZeroEngine) -> list[MemoryRow]:
-    trainable = [b for b in engine.buffers if any(h.param.requires_grad for h in b.handles)]
-    shard_bytes = {b: b.nbytes // engine.collectives.world_size for b in engine.buffers}
-    grad_bytes = {b: b.layout.shard_numel * b.master_dtype.itemsize for b in trainable}
-    mastered = [b for b in engine.buffers if b.has_master]
-    plain = [b for b in engine.buffers if not b.has_master]
-    weights = engine.weights
+    forecast = _forecast(engine)
+    weights, offload = engine.weights, engine.offload
     is_sharded = isinstance(weights, ShardedWeights)
-    state = sum(
-        (segment.stop - segment.start)
-        * state_bytes_per_element(driver.inner, segment.buffer.shard.dtype)
-        for driver in engine.drivers
-        for segment in driver.segments
-    )
+    states = None if offload is None else offload.states
+    state_bytes = sum(driver.state_bytes() for driver in engine.drivers)
+    apart = [b for b in engine.buffers if is_sharded or b.owns_shard]
+    measured = {
+        "model weights": sum(b.shard.nbytes for b in apart if not b.has_master)
+        + sum(0 if b.model is None else b.model.nbytes for b in engine.buffers)
+        + (0 if is_sharded else sum(_bytes(b.full) for b in engine.buffers)),
+        "gradients": engine.grads.shard_bytes(),
+        "master weights": sum(b.shard.nbytes for b in apart if b.has_master),
+        "optimizer state": 0 if states is not None else state_bytes,
+    }
+    rows = [MemoryRow(kind, forecast[kind, None], count) for kind, count in measured.items()]
+    window = weights if isinstance(weights, ShardedWeights) else None
+    trainable = _trainable(engine)
     is_kept = engine.placements.grad is Placement.UNREDUCED
     kept = sum(b.layout.numel * b.master_dtype.itemsize for b in trainable) if is_kept else 0
-    largest = max((b.nbytes for b in trainable), default=0)
-    return [
-        MemoryRow(
-            "model weights",
-            sum(shard_bytes[b] for b in plain)
-            if is_sharded
-            else sum(b.nbytes for b in engine.buffers),
-            sum(_shard_bytes(b) for b in plain)
-            if is_sharded
-            else sum(_bytes(b.full) for b in engine.buffers),
-        ),
-        MemoryRow("gradients", sum(grad_bytes.values()), engine.grads.shard_bytes()),
-        MemoryRow(
-            "master weights",
-            sum(b.layout.shard_numel * b.master_dtype.itemsize for b in mastered),
-            sum(_shard_bytes(b) for b in mastered),
-        ),
-        MemoryRow("optimizer state", state, sum(driver.state_bytes() for driver in engine.drivers)),
+    rows += [
         MemoryRow(
             "gather window",
-            _window_forecast(weights) if isinstance(weights, ShardedWeights) else 0,
-            weights.peak_bytes if isinstance(weights, ShardedWeights) else 0,
+            0 if window is None else _window_forecast(window),
+            0 if window is None else window.peak_bytes,
         ),
-        MemoryRow("gradient buckets", max(kept, 3 * largest), engine.grads.peak_bytes),
+        MemoryRow(
+            "gradient buckets",
+            max(kept, 3 * max((b.nbytes for b in trainable), default=0)),
+            engine.grads.peak_bytes,
+        ),
     ]
+    for device in [] if offload is None else offload.devices:
+        resting = sum(count for (_, place), count in forecast.items() if place is device)
+        # state that the optimizer can address it keeps by itself
+        own = state_bytes if device is states and isinstance(device, HostMemory) else 0
+        rows.append(MemoryRow(f"resting on {device.name}", resting, device.resting_bytes + own))
+    return rows
 
 
-def _shard_bytes(buffer: FlatBuffer) -> int:
-    return buffer.shard.nbytes + (0 if buffer.model is None else buffer.model.nbytes)
+def _trainable(engine: ZeroEngine) -> list[FlatBuffer]:
+    return [b for b in engine.buffers if any(h.param.requires_grad for h in b.handles)]
+
+
+def _forecast(engine: ZeroEngine) -> Counter[tuple[str, Any]]:
+    """Bytes by kind and place; None is the memory of the model's device."""
+    offload = engine.offload
+    found: Counter[tuple[str, Any]] = Counter()
+    for buffer in engine.buffers:
+        numel, places = buffer.layout.shard_numel, buffer.places
+        if buffer.owns_shard:
+            kind = "master weights" if buffer.has_master else "model weights"
+            found[kind, places.shard] += numel * buffer.shard.dtype.itemsize
+        if buffer.model is not None:
+            found["model weights", places.model] += numel * buffer.dtype.itemsize
+        if not buffer.is_sharded:
+            found["model weights", None] += buffer.nbytes
+    copies = 2 if offload is not None and offload.is_delayed else 1
+    for buffer in _trainable(engine):
+        nbytes = buffer.layout.shard_numel * buffer.master_dtype.itemsize
+        found["gradients", buffer.places.grad] += copies * nbytes
+    for driver in engine.drivers:
+        for segment in driver.segments:
+            per_element = state_bytes_per_element(driver.inner, segment.buffer.shard.dtype)
+            place = None if offload is None else offload.states
+            found["optimizer state", place] += (segment.stop - segment.start) * per_element
+    return found
 
 
 def _window_forecast(weights: ShardedWeights) -> int:
