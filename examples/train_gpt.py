@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                                      # 2 CPU processes, or all GPUs
     python examples/train_gpt.py --strategy ddp                       # the same run, unsharded
+    python examples/train_gpt.py --offload nvme                       # state in files
     python examples/train_gpt.py --width 768 --heads 12 --layers 12   # with GPUs to spare
 
 Everything here is ordinary Lightning; the one thing that makes it ZeRO is the name of the strategy.
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.text import Perplexity
 
-import lightning_zero  # noqa: F401  (registers zero1, zero2 and zero3)
+from lightning_zero import OffloadCallback  # the import registers zero1, zero2 and zero3, too
 
 MIB = 2**20
 CHECKPOINT = "gpt.ckpt"
@@ -170,6 +171,17 @@ def parse_options() -> argparse.Namespace:
         choices=("zero1", "zero2", "zero3", "ddp"),
         help="how state is kept",
     )
+    where.add_argument(
+        "--offload",
+        choices=("cpu", "nvme"),
+        help="where optimizer state and, under zero3, parameters rest",
+    )
+    where.add_argument("--nvme-path", default="runs/offload", help="folder of --offload nvme")
+    where.add_argument(
+        "--delayed-update",
+        action="store_true",
+        help="with --offload cpu: step while the next forward and backward run",
+    )
     where.add_argument("--accelerator", default="auto", help="a Lightning accelerator")
     where.add_argument(
         "--devices",
@@ -226,6 +238,20 @@ def make_model(options: argparse.Namespace) -> LitGPT:
     )
 
 
+def offload(options: argparse.Namespace) -> list[Callback]:
+    if options.offload is None:
+        return []
+    return [
+        OffloadCallback(
+            optimizer=options.offload,
+            params=options.offload if options.strategy == "zero3" else None,
+            nvme_path=options.nvme_path if options.offload == "nvme" else None,
+            delayed_update=options.delayed_update,
+            force=options.delayed_update,  # on a CPU the delay alone would be of no use
+        )
+    ]
+
+
 def make_trainer(options: argparse.Namespace, memory: MemoryRows) -> Trainer:
     limit = options.max_seconds
     max_time = None if math.isinf(limit) else timedelta(seconds=limit)
@@ -238,7 +264,13 @@ def make_trainer(options: argparse.Namespace, memory: MemoryRows) -> Trainer:
         max_time=max_time,
         gradient_clip_val=1.0,
         val_check_interval=math.ceil(options.max_steps / options.validations),
-        callbacks=[RichModelSummary(max_depth=2), TokensPerSecond(), memory, progress_bar()],
+        callbacks=[
+            RichModelSummary(max_depth=2),
+            TokensPerSecond(),
+            memory,
+            progress_bar(),
+            *offload(options),
+        ],
         log_every_n_steps=10,
         default_root_dir=options.out,
         enable_checkpointing=False,

@@ -10,6 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -204,7 +205,10 @@ class ZeroStrategy(OffloadingStrategy):
         self.precision_plugin.prepare(
             self.model, self.root_device, is_trained_whole=is_fitting and not has_engine
         )
-        self.model_to_device()
+        if has_engine:
+            self._rest_to_device(self.lightning_module)
+        else:
+            self.model_to_device()
         if is_fitting:
             self.setup_optimizers(trainer)
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -213,6 +217,12 @@ class ZeroStrategy(OffloadingStrategy):
         else:
             _sync_module_states(self.lightning_module)
         self.setup_precision_plugin()
+
+    def _rest_to_device(self, module: nn.Module) -> None:
+        """Move all but parameters, which the engine takes to the device unit by unit."""
+        device = self.root_device
+        _update_properties(module, device=device)
+        module._apply(lambda t: t.data if isinstance(t, nn.Parameter) else t.to(device))
 
     def _shard(self, optimizers: list[Optimizer], places: OffloadPlaces) -> None:
         assert self.lightning_module is not None
@@ -231,6 +241,7 @@ class ZeroStrategy(OffloadingStrategy):
             driven,
             self.config,
             self._collectives,
+            self.root_device,
             precision.policy,
             precision.forward_context if precision.policy.compute_dtype is not None else None,
             self.open_offload(driven, places, precision.policy),

@@ -50,13 +50,13 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def make_placeholder(param: Tensor, dtype: torch.dtype) -> Tensor:
+def make_placeholder(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of the parameter's shape that takes no memory and reads as NaN (0 for integers)."""
     if not param.numel():
-        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+        return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
     fill = float("nan") if param.is_floating_point() or param.is_complex() else 0
     shape = (1,) if param.dim() else ()
-    return torch.full(shape, fill, dtype=dtype, device=param.device).expand(param.shape)
+    return torch.full(shape, fill, dtype=dtype, device=device).expand(param.shape)
 
 
 class ParamHandle:
@@ -85,11 +85,13 @@ class ParamHandle:
         "view",
     )
 
-    def __init__(self, param: nn.Parameter, fqn: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, param: nn.Parameter, fqn: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.param = param
         self.fqn = fqn
         self.plain_class = self.guard_class = type(param)
-        self.placeholder = make_placeholder(param, dtype)
+        self.placeholder = make_placeholder(param, dtype, device)
         self.buffer: FlatBuffer
         self.index: int
         self.stride: tuple[int, ...]
@@ -125,6 +127,7 @@ class FlatBuffer:
         name: for error messages.
         handles: the parameters in the order in which they are laid out, all of one dtype.
         dtypes: what they become.
+        device: where they will be, wherever they are now.
         collectives: the ranks that share the buffer.
         offload: where shards rest; None: in the memory of the parameters' device.
     """
@@ -135,12 +138,13 @@ class FlatBuffer:
         name: str,
         handles: Sequence[ParamHandle],
         dtypes: ParamDtypes,
+        device: torch.device,
         collectives: Collectives,
         offload: Offload | None = None,
     ) -> None:
         first = handles[0].param
         self.index, self.name, self.handles = index, name, tuple(handles)
-        self.dtype, self.device = dtypes.model, first.device
+        self.dtype, self.device = dtypes.model, device
         self.master_dtype = dtypes.master
         self._collectives = collectives
         alignment = max(1, ALIGNMENT_BYTES // dtypes.model.itemsize)

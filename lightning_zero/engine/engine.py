@@ -55,7 +55,6 @@ class _Kind(NamedTuple):
 
     dtypes: ParamDtypes
     initial_dtype: torch.dtype
-    device: torch.device
     requires_grad: bool
 
 
@@ -67,28 +66,30 @@ class ZeroEngine:
     in place. :meth:`close` gives everything back.
 
     Args:
-        module: the module, with full parameters on their device.
+        module: the module, with full parameters anywhere and everything else on ``device``.
         optimizers: the optimizers over its parameters; may be empty (evaluation).
         config: what the user chose.
         collectives: the ranks.
+        device: where the model is computed.
         policy: the dtypes of weights and gradients; as they are by default.
         call_context: makes what a module call outside of a step needs (autocast); None: nothing.
         offload: where shards rest; the engine closes it. None: in the device's memory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         config: ZeroConfig,
         collectives: Collectives,
+        device: torch.device,
         policy: PrecisionPolicy | None = None,
         call_context: Callable[[], AbstractContextManager[Any]] | None = None,
         offload: Offload | None = None,
     ) -> None:
         policy = policy or PrecisionPolicy()
         self.module, self.config, self.collectives = module, config, collectives
-        self.offload = offload
+        self.device, self.offload = device, offload
         self.placements = placements_of(
             config.stage, collectives.world_size, offloads_weights=_offloads_weights(offload)
         )
@@ -118,11 +119,6 @@ class ZeroEngine:
 
     # -- building
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is computed."""
-        return self.buffers[0].device if self.buffers else torch.device("cpu")
-
     def _build_units(
         self, optimizers: Sequence[Optimizer], dtypes: Mapping[nn.Parameter, ParamDtypes]
     ) -> list[ZeroUnit]:
@@ -138,15 +134,24 @@ class ZeroEngine:
         ):
             kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = defaultdict(list)
             for fqn, param in plan.params.items():
-                kind = _Kind(dtypes[param], param.dtype, param.device, param.requires_grad)
+                kind = _Kind(dtypes[param], param.dtype, param.requires_grad)
                 kinds[kind].append((fqn, param))
             buffers = []
             for kind, members in kinds.items():
                 # neighbours of one optimizer group are stepped as one tensor
                 members.sort(key=lambda member: group_of.get(member[1], (-1, -1)))
-                handles = [ParamHandle(param, fqn, kind.dtypes.model) for fqn, param in members]
+                handles = [
+                    ParamHandle(param, fqn, kind.dtypes.model, self.device)
+                    for fqn, param in members
+                ]
                 buffer = FlatBuffer(
-                    num_buffers, plan.name, handles, kind.dtypes, self.collectives, self.offload
+                    num_buffers,
+                    plan.name,
+                    handles,
+                    kind.dtypes,
+                    self.device,
+                    self.collectives,
+                    self.offload,
                 )
                 self._place(buffer)
                 buffers.append(buffer)
