@@ -37,7 +37,7 @@ class OffloadConfig:
 
     staging_bytes: int = 512 * MEBIBYTE
     """Host memory through which files are read and written, of all ranks of a machine together.
-    Two of the largest units are always allowed.
+    Units are made small enough for it; a single module that needs more gets more.
     """
 
     during: str = "always"

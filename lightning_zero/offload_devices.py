@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.config import OffloadConfig
 from lightning_zero.engine.offload import Offload
+from lightning_zero.engine.units import MAX_UNIT_BYTES
 from lightning_zero.errors import OffloadError
 from lightning_zero.offload.device import OffloadDevice
 from lightning_zero.offload.disk import Disk
@@ -25,6 +26,8 @@ from lightning_zero.offload.transfer import Transfers
 
 _GIB = 1 << 30
 _RESERVE = 0.02  # of a file system, for everything else
+_UNITS_IN_FLIGHT = 4  # one stepped, two being read, one being written
+_SHARDS_PER_UNIT = 4  # weights, gradients and Adam's two moments
 
 
 class OffloadPlaces(NamedTuple):
@@ -110,9 +113,20 @@ def open_offload(
         None if places.states is None else devices[places.states],
         None if places.params is None else devices[places.params],
         Transfers(device, pins=bool(config.pin_memory)),
+        max_unit_bytes=_max_unit_bytes(config, places, num_local, collectives.world_size),
         is_delayed=config.delayed_update and places.states is not None,
         on_close=None if folder is None else folder.close,
     )
+
+
+def _max_unit_bytes(
+    config: OffloadConfig, places: OffloadPlaces, num_local: int, world_size: int
+) -> int:
+    """The size of units of which several fit in the staging memory at once."""
+    if "nvme" not in places:
+        return MAX_UNIT_BYTES
+    per_rank = config.staging_bytes // num_local // _UNITS_IN_FLIGHT
+    return min(MAX_UNIT_BYTES, per_rank * world_size // _SHARDS_PER_UNIT)
 
 
 def _report(path: Path, folder: RunFolder | None, error: str | None) -> _Machine:

@@ -26,7 +26,7 @@ from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, w
 from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.optimizer import OptimizerDriver
 from lightning_zero.engine.placement import Placement, placements_of
-from lightning_zero.engine.units import UnitPhase, ZeroUnit, plan_units
+from lightning_zero.engine.units import MAX_UNIT_BYTES, UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
 
 
@@ -129,8 +129,9 @@ class ZeroEngine:
             for param in group["params"]
         }
         units, num_buffers = [], 0
+        max_bytes = MAX_UNIT_BYTES if self.offload is None else self.offload.max_unit_bytes
         for index, plan in enumerate(
-            plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes)
+            plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes, max_bytes)
         ):
             kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = defaultdict(list)
             for fqn, param in plan.params.items():

@@ -112,6 +112,7 @@ class Offload:
         states: where optimizer state, master weights and gradients rest; None: on the device.
         params: where the parameters of stage 3 rest.
         transfers: copies between the device and the host.
+        max_unit_bytes: units should not be larger.
         is_delayed: whether updates arrive one step late.
         on_close: called when everything has been given back.
     """
@@ -122,10 +123,12 @@ class Offload:
         params: OffloadDevice | None,
         transfers: Transfers,
         *,
+        max_unit_bytes: int,
         is_delayed: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._on_close = on_close
+        self.max_unit_bytes = max_unit_bytes
         self.states, self.params, self.transfers = states, params, transfers
         self.is_delayed = is_delayed
         self.waits = WaitClock()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 
-_MAX_UNIT_BYTES = 256 << 20
+MAX_UNIT_BYTES = 256 << 20
 _MIN_UNITS = 4
 
 
@@ -157,7 +157,13 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 class _Planner:
-    def __init__(self, root: nn.Module, bucket_bytes: int, unit_classes: tuple[type, ...]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        bucket_bytes: int,
+        unit_classes: tuple[type, ...],
+        max_unit_bytes: int,
+    ) -> None:
         self._bucket_bytes, self._unit_classes = bucket_bytes, unit_classes
         owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
         self.fqns: dict[nn.Parameter, str] = {}
@@ -167,7 +173,7 @@ class _Planner:
                 self.fqns.setdefault(param, key)
         self._shared = {param for param, modules in owners.items() if len(modules) > 1}
         total = sum(map(_nbytes, self.fqns))
-        self._limit = max(bucket_bytes, min(total // _MIN_UNITS, _MAX_UNIT_BYTES))
+        self._limit = max(bucket_bytes, min(total // _MIN_UNITS, max_unit_bytes))
         self.root = UnitPlan("the root unit")
         self.units: list[UnitPlan] = []
         self._claimed: set[nn.Parameter] = set()  # a module may be reached on several paths
@@ -238,10 +244,14 @@ class _Planner:
 
 
 def plan_units(
-    root: nn.Module, bucket_bytes: int, unit_classes: tuple[type, ...] = ()
+    root: nn.Module,
+    bucket_bytes: int,
+    unit_classes: tuple[type, ...] = (),
+    max_unit_bytes: int = MAX_UNIT_BYTES,
 ) -> list[UnitPlan]:
     """Divide the parameters of ``root`` into units. See [Note: how units are chosen].
 
-    Every parameter is in exactly one unit. The root unit, if it is not empty, comes first.
+    Every parameter is in exactly one unit. The root unit, if it is not empty, comes first. Modules
+    larger than ``max_unit_bytes`` are split where they have children.
     """
-    return _Planner(root, bucket_bytes, unit_classes).plan(root)
+    return _Planner(root, bucket_bytes, unit_classes, max_unit_bytes).plan(root)
