@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,6 +58,23 @@ _NAMES: dict[str, dict[str, Any]] = {
 }
 
 
+def _names_its_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Have a constructor refuse options that do not exist with the list of those that do."""
+    known = inspect.signature(init).parameters.keys() - {"self"}
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        unknown = sorted(kwargs.keys() - known)
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}. Its options"
+                f" are {', '.join(sorted(known))}."
+            )
+        init(self, *args, **kwargs)
+
+    return checked
+
+
 class ZeroStrategy(OffloadingStrategy):
     """Trains with ZeRO stage 1, 2 or 3: the numbers of DDP, with state sharded over the ranks.
 
@@ -89,6 +108,7 @@ class ZeroStrategy(OffloadingStrategy):
         ValueError: if an option has a value that is not allowed.
     """
 
+    @_names_its_options
     def __init__(  # noqa: PLR0913  (Lightning fixes half of it, and hides nothing behind **kwargs)
         self,
         stage: Literal[1, 2, 3] = 3,
