@@ -31,7 +31,7 @@ from lightning_zero.config import MEBIBYTE, ZeroConfig
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
 from lightning_zero.engine.optimizer import parameters_of, release_optimizer
-from lightning_zero.engine.probe import check_element_wise
+from lightning_zero.engine.probe import check_element_wise, check_steps_in_parts
 from lightning_zero.errors import ZeroError
 from lightning_zero.offload_devices import OffloadPlaces
 from lightning_zero.offloading import OffloadingStrategy, offload_config
@@ -253,6 +253,8 @@ class ZeroStrategy(OffloadingStrategy):
         for optimizer in driven:
             release_optimizer(optimizer)
             check_element_wise(optimizer)
+            if any(places):
+                check_steps_in_parts(optimizer)
         if self.root_device.type == "cpu":
             allocator.retain_freed_memory()
         precision = self.precision_plugin

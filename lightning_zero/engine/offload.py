@@ -132,7 +132,7 @@ class Offload:
         self.states, self.params, self.transfers = states, params, transfers
         self.is_delayed = is_delayed
         self.waits = WaitClock()
-        self.runner = StepRunner(self.waits)
+        self.runner = StepRunner(self.waits, transfers.device)
 
     @property
     def devices(self) -> list[OffloadDevice]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.optimizer import inner_optimizer
+from lightning_zero.engine.stepping import hyper_parameters
 
 _ELEMENT_WISE = frozenset(
     {
@@ -85,6 +86,34 @@ def _difference(user: Optimizer) -> str | None:
     if not torch.allclose(torch.cat(pieces), whole, rtol=1e-5, atol=1e-7):
         return "its update of one element depends on other elements, or on chance"
     return None
+
+
+def check_steps_in_parts(user: Optimizer) -> None:
+    """Raise ``NotImplementedError`` unless the parameters of ``user`` may be stepped in several
+    calls, as is done with what rests elsewhere. Leaves it unchanged.
+    """
+    if type(user).__module__.startswith("torch.optim"):
+        return
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    grads = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_STEPS)]
+    whole, _ = _run(user, start, grads)
+    params = [nn.Parameter(t.clone()) for t in start]
+    optimizer = _small_optimizer(user, params)
+    for step_grads in grads:
+        (group,) = optimizer.param_groups
+        before = hyper_parameters(group)
+        for param, grad in zip(params, step_grads, strict=True):
+            group.update(hyper_parameters(before), params=[param])
+            param.grad = grad.clone()
+            optimizer.step()
+            param.grad = None
+    if not torch.equal(_flat([p.detach() for p in params]), whole):
+        raise NotImplementedError(
+            f"The optimizer {type(user).__name__} can not be offloaded: its parameters are stepped"
+            " in several calls, and it keeps something of a step neither in its groups nor in the"
+            " state of its parameters. Keep it in `param_groups`, or do not offload the optimizer."
+        )
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from lightning_zero.pending import Pending
 
 _JOIN_SECONDS = 30.0
@@ -41,19 +43,20 @@ class StepRunner:
 
     Args:
         waits: where the time that callers wait is counted.
+        device: what the thread uses as its current device.
 
     Attributes:
         busy_seconds: time spent in jobs.
     """
 
-    def __init__(self, waits: WaitClock) -> None:
+    def __init__(self, waits: WaitClock, device: torch.device) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None]
         self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._last: threading.Event | None = None
         self._is_stopped = False
-        self._waits = waits
+        self._waits, self._device = waits, device
         self.busy_seconds = 0.0
 
     def submit(self, job: Callable[[], None]) -> Pending:
@@ -79,6 +82,8 @@ class StepRunner:
             raise self._failure
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # it is another one for each thread
         while (entry := self._jobs.get()) is not None:
             job, done = entry
             start = time.perf_counter()

@@ -76,7 +76,7 @@ class OffloadedStep:
         )
         jobs = self._jobs(active)
         groups = [
-            _hyper_parameters(group, self._driver.engine.device)
+            _for_the_host(group, self._driver.engine.device)
             for group in self._driver.user.param_groups
         ]
         after = self._offload.transfers.now()
@@ -247,7 +247,7 @@ class _Step:
         inner = self._driver.inner
         groups = inner.param_groups
         for index in params:
-            groups[index].update(self._groups[index])
+            groups[index].update(hyper_parameters(self._groups[index]))
         inner.param_groups = [{**groups[i], "params": chosen} for i, chosen in params.items()]
         try:
             inner.step(**self._kwargs)
@@ -257,15 +257,21 @@ class _Step:
             inner.param_groups = groups
 
 
-def _hyper_parameters(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What a step needs of a group, as it is now."""
-    found = {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step needs of a group besides its parameters, as it is now."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in group.items()
         if key != "params"
     }
-    if device.type != "cpu" and "fused" in found:
+
+
+def _for_the_host(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The hyper-parameters for a step on the host of what a model on ``device`` trains."""
+    found = hyper_parameters(group)
+    is_complex = any(param.is_complex() for param in group["params"])
+    if device.type != "cpu" and "fused" in found and not is_complex:
         # on the host the fused kernel is the fast one, whichever was chosen for the device
         found.update(fused=True, foreach=None)
-        found.update({key: False for key in ("capturable",) if key in found})
+        found.update({"capturable": False} if "capturable" in found else {})
     return found

@@ -31,13 +31,14 @@ class Transfers:
             pageable memory; without it such uploads block the calling thread.
 
     Attributes:
+        device: see above.
         uploaded_bytes, downloaded_bytes: payload so far, also where the device is the host.
         peak_pinned_bytes: page-locked staging memory.
     """
 
     def __init__(self, device: torch.device, *, pins: bool = True) -> None:
         self._is_cuda = device.type == "cuda"
-        self._device, self._pins = device, pins and self._is_cuda
+        self.device, self._pins = device, pins and self._is_cuda
         self.uploaded_bytes = self.downloaded_bytes = self.peak_pinned_bytes = 0
         self._up: Any = torch.cuda.Stream(device) if self._is_cuda else None
         self._down: Any = torch.cuda.Stream(device) if self._is_cuda else None
@@ -46,7 +47,7 @@ class Transfers:
 
     def now(self) -> Any:
         """A point in the current stream, for ``after``; None on the CPU."""
-        return torch.cuda.current_stream(self._device).record_event() if self._is_cuda else None
+        return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
 
     @contextlib.contextmanager
     def uploading(self, after: Any = None) -> Iterator[None]:
@@ -76,7 +77,7 @@ class Transfers:
             else:
                 target.copy_(source.to(target.dtype))
             event = self._up.record_event()
-        return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(event))
+        return Pending(lambda: torch.cuda.current_stream(self.device).wait_event(event))
 
     def _upload_in_slots(self, target: Tensor, source: Tensor) -> None:
         """Through page-locked memory, piece by piece: the next is filled while one is sent."""

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.probe import check_element_wise, state_bytes_per_element
+from lightning_zero.engine.probe import (
+    check_element_wise,
+    check_steps_in_parts,
+    state_bytes_per_element,
+)
 
 
 class Lion(Optimizer):
@@ -148,3 +152,50 @@ def test_the_state_per_element_is_measured() -> None:
     assert bytes_of(torch.optim.AdamW) == 8
     assert bytes_of(torch.optim.AdamW, amsgrad=True) == 12
     assert bytes_of(Lion) == 4
+
+
+class Warmup(Lion):
+    """Its rate depends on how often it has stepped, which it counts in its groups."""
+
+    def __init__(self, params: Any, count: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["count"] = count
+
+    def next_rate(self, group: dict[str, Any]) -> float:
+        group["count"] += 1
+        return float(group["lr"] / group["count"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            rate = self.next_rate(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=rate)
+        return loss
+
+
+class WarmupOfItself(Warmup):
+    """The same, counted in an attribute."""
+
+    calls = 0
+
+    def next_rate(self, group: dict[str, Any]) -> float:
+        self.calls += 1
+        return float(group["lr"] / self.calls)
+
+
+@pytest.mark.parametrize("count", [0, torch.zeros(())], ids=["number", "tensor"])
+def test_an_optimizer_that_counts_in_its_groups_may_be_stepped_in_parts(count: Any) -> None:
+    optimizer = Warmup([nn.Parameter(torch.ones(3))], count)
+    check_steps_in_parts(optimizer)
+    assert optimizer.param_groups[0]["count"] == 0
+
+
+def test_an_optimizer_that_counts_in_itself_is_not_offloaded() -> None:
+    optimizer = WarmupOfItself([nn.Parameter(torch.ones(3))], 0)
+    check_element_wise(optimizer)
+    with pytest.raises(NotImplementedError, match="WarmupOfItself can not be offloaded"):
+        check_steps_in_parts(optimizer)
