@@ -76,6 +76,7 @@ class OffloadingStrategy(CheckpointingStrategy):
             policy,
             places.states,
             places.params,
+            is_on_host=self.root_device.type == "cpu",
             is_sharded=self.shards_weights(places),
             is_delayed=config.delayed_update,
         )

@@ -152,7 +152,7 @@ class Offload:
             has_master=buffer.has_master,
             is_trainable=any(handle.param.requires_grad for handle in buffer.handles),
             is_sharded=is_sharded,
-            is_on_host=buffer.device.type == "cpu",
+            is_on_host=self.transfers.is_on_host,
             is_delayed=self.is_delayed,
         )
 

@@ -45,6 +45,11 @@ class Transfers:
         self._slots: deque[tuple[Tensor, Any]] = deque()
         self._reading: deque[tuple[Any, Tensor]] = deque()
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the device's memory is host memory."""
+        return not self._is_cuda
+
     def now(self) -> Any:
         """A point in the current stream, for ``after``; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None

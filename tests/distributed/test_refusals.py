@@ -156,7 +156,11 @@ def negative_bucket() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "word"),
-    [(unknown_option, "'bucket_size'.*bucket_bytes"), (unknown_stage, "4"), (negative_bucket, "bucket_bytes")],
+    [
+        (unknown_option, "'bucket_size'.*bucket_bytes"),
+        (unknown_stage, "4"),
+        (negative_bucket, "bucket_bytes"),
+    ],
 )
 def test_a_wrong_option_is_refused_at_construction(make: Any, word: str) -> None:
     with pytest.raises((ValueError, TypeError), match=word):
