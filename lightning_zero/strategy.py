@@ -255,7 +255,9 @@ class ZeroStrategy(OffloadingStrategy):
             check_element_wise(optimizer)
             if any(places):
                 check_steps_in_parts(optimizer)
-        if self.root_device.type == "cpu":
+        if "nvme" in places:
+            allocator.return_freed_memory()
+        elif self.root_device.type == "cpu":
             allocator.retain_freed_memory()
         precision = self.precision_plugin
         self.engine = ZeroEngine(
