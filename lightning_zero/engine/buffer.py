@@ -258,13 +258,14 @@ class FlatBuffer:
                 handle.view = handle.strided(self.full, slot.offset)
 
     def give_back(self) -> None:
-        """Give every parameter its full value in memory of its own, as in a plain module.
+        """Give every parameter its full value in host memory of its own, as in a plain module.
 
         Master weights are gathered for it (collective); without them ``full`` must be gathered.
         """
         masters = self.gather_values(self.shard) if self.has_master else {}
         for handle in self.handles:
-            handle.view = masters.get(handle, handle.view).clone()
+            # all of them together need not fit into the device's memory
+            handle.view = masters.get(handle, handle.view).to("cpu", copy=True)
             handle.set_data(handle.view)
         self._drop()
 
