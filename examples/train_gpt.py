@@ -179,8 +179,9 @@ def parse_options() -> argparse.Namespace:
     where.add_argument("--nvme-path", default="runs/offload", help="folder of --offload nvme")
     where.add_argument(
         "--delayed-update",
-        action="store_true",
-        help="with --offload cpu: step while the next forward and backward run",
+        type=int,
+        metavar="STEPS",
+        help="with --offload cpu: from then on step while the next forward and backward run",
     )
     where.add_argument("--accelerator", default="auto", help="a Lightning accelerator")
     where.add_argument(
@@ -246,8 +247,8 @@ def offload(options: argparse.Namespace) -> list[Callback]:
             optimizer=options.offload,
             params=options.offload if options.strategy == "zero3" else None,
             nvme_path=options.nvme_path if options.offload == "nvme" else None,
-            delayed_update=options.delayed_update,
-            force=options.delayed_update,  # on a CPU the delay alone would be of no use
+            delayed_update=False if options.delayed_update is None else options.delayed_update,
+            force=options.delayed_update is not None,  # on a CPU the delay alone would be of no use
         )
     ]
 

@@ -45,13 +45,38 @@ class OffloadConfig:
     validating, parameters in `validate`, `test` and `predict`), or "always".
     """
 
-    delayed_update: bool = False
-    """Step in the background of the next forward and backward, which still use the old weights."""
+    delayed_update: bool | int = False
+    """Step in the background of the next forward and backward, which still use the old weights; a
+    number: after so many ordinary steps.
+    """
 
     force: bool = False
     """Offload to "cpu" even where the model is in host memory anyway."""
 
     def __post_init__(self) -> None:
+        self._check_places()
+        if self.during not in ("training", "evaluation", "always"):
+            raise ValueError(
+                f"`during` must be 'training', 'evaluation' or 'always', got {self.during!r}."
+            )
+        if self.pin_memory < 0:
+            raise ValueError(f"`pin_memory` must be a bool or bytes, got {self.pin_memory!r}.")
+        if self.staging_bytes < 1:
+            raise ValueError(f"`staging_bytes` must be at least 1, got {self.staging_bytes!r}.")
+        if self.delayed_update < 0:
+            raise ValueError(
+                "`delayed_update` must be a bool or a number of steps, got"
+                f" {self.delayed_update!r}."
+            )
+        is_for_delay = self.optimizer == "cpu" and self.during != "evaluation"
+        if self.delay_after is not None and not is_for_delay:
+            raise ValueError(
+                "`delayed_update` is for an optimizer that steps on the host while the device"
+                f" trains: optimizer='cpu', got optimizer={self.optimizer!r},"
+                f" during={self.during!r}."
+            )
+
+    def _check_places(self) -> None:
         for name in ("optimizer", "params"):
             if getattr(self, name) not in _PLACES:
                 raise ValueError(
@@ -69,20 +94,13 @@ class OffloadConfig:
             raise ValueError(
                 f"`nvme_path={str(self.nvme_path)!r}` is given, but nothing is offloaded to 'nvme'."
             )
-        if self.during not in ("training", "evaluation", "always"):
-            raise ValueError(
-                f"`during` must be 'training', 'evaluation' or 'always', got {self.during!r}."
-            )
-        if self.pin_memory < 0:
-            raise ValueError(f"`pin_memory` must be a bool or bytes, got {self.pin_memory!r}.")
-        if self.staging_bytes < 1:
-            raise ValueError(f"`staging_bytes` must be at least 1, got {self.staging_bytes!r}.")
-        if self.delayed_update and (self.optimizer != "cpu" or self.during == "evaluation"):
-            raise ValueError(
-                "`delayed_update` is for an optimizer that steps on the host while the device"
-                f" trains: optimizer='cpu', got optimizer={self.optimizer!r},"
-                f" during={self.during!r}."
-            )
+
+    @property
+    def delay_after(self) -> int | None:
+        """After how many ordinary steps updates are delayed; None: never."""
+        if isinstance(self.delayed_update, bool):
+            return 0 if self.delayed_update else None
+        return self.delayed_update
 
     @property
     def folder(self) -> str | None:

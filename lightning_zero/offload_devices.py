@@ -114,7 +114,7 @@ def open_offload(
         None if places.params is None else devices[places.params],
         Transfers(device, pins=bool(config.pin_memory)),
         max_unit_bytes=_max_unit_bytes(config, places, num_local, collectives.world_size),
-        is_delayed=config.delayed_update and places.states is not None,
+        delay_after=None if places.states is None else config.delay_after,
         on_close=None if folder is None else folder.close,
     )
 

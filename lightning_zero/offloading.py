@@ -78,7 +78,7 @@ class OffloadingStrategy(CheckpointingStrategy):
             places.params,
             is_on_host=self.root_device.type == "cpu",
             is_sharded=self.shards_weights(places),
-            is_delayed=config.delayed_update,
+            is_delayed=config.delay_after is not None,
         )
         return open_offload(config, places, self.root_device, self._collectives, needed)
 

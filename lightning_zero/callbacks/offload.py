@@ -34,7 +34,8 @@ class OffloadCallback(Callback):
             ``test`` and ``predict``. "always": in ``fit``, ``validate``, ``test`` and ``predict``.
         staging_bytes: host memory through which files are read and written, per machine.
         delayed_update: step on the host while the next forward and backward run on the device with
-            the old weights (ZeRO-Offload, section 5.2): hides the step, changes the results.
+            the old weights (ZeRO-Offload, section 5.2): hides the step, changes the results. A
+            number: after so many ordinary steps, since weights change fastest at the beginning.
         force: offload to "cpu" even where the model is in host memory anyway.
 
     Raises:
@@ -50,7 +51,7 @@ class OffloadCallback(Callback):
         pin_memory: bool | int = True,
         during: Literal["training", "evaluation", "always"] = "always",
         staging_bytes: int = 512 * MEBIBYTE,
-        delayed_update: bool = False,
+        delayed_update: bool | int = False,
         force: bool = False,
     ) -> None:
         self.config = OffloadConfig(

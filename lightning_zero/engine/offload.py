@@ -113,7 +113,8 @@ class Offload:
         params: where the parameters of stage 3 rest.
         transfers: copies between the device and the host.
         max_unit_bytes: units should not be larger.
-        is_delayed: whether updates arrive one step late.
+        delay_after: after how many steps of an optimizer its updates arrive one step late; None:
+            never.
         on_close: called when everything has been given back.
     """
 
@@ -124,15 +125,20 @@ class Offload:
         transfers: Transfers,
         *,
         max_unit_bytes: int,
-        is_delayed: bool = False,
+        delay_after: int | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._on_close = on_close
         self.max_unit_bytes = max_unit_bytes
         self.states, self.params, self.transfers = states, params, transfers
-        self.is_delayed = is_delayed
+        self.delay_after = delay_after
         self.waits = WaitClock()
         self.runner = StepRunner(self.waits, transfers.device)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether updates may arrive one step late, and weights are used while they are stepped."""
+        return self.delay_after is not None
 
     @property
     def devices(self) -> list[OffloadDevice]:

@@ -186,26 +186,20 @@ class OptimizerDriver:
                 loss = closure()
         self.engine.before_step()
         self._refresh()
-        active = self._active_segments()
+        active, stepped = self._active_segments(), self._stepped_handles()
+        is_delayed = False
         if self._offloaded is None:
             self._step_in_place(active, kwargs)
         else:
             self.publish()
-            self._offloaded.start(active, kwargs)
-        stepped = self._stepped_handles()
-        if self.is_delayed:
-            self._due = {handle.buffer: None for handle in stepped}
-        self.engine.after_step(stepped, is_published=not self.is_delayed)
+            is_delayed = self._offloaded.start(active, kwargs)
+            self._due = {handle.buffer: None for handle in stepped if is_delayed}
+        self.engine.after_step(stepped, is_published=not is_delayed)
         return loss
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether updates reach the model weights one step late."""
-        return self.engine.offload is not None and self.engine.offload.is_delayed
 
     def publish(self) -> None:
         """Bring an update that is delayed to the model weights. Collective."""
-        if self._offloaded is not None and self.is_delayed:
+        if self._offloaded is not None:
             self._offloaded.publish()
             buffers, self._due = self._due, {}
             self.engine.weights.start_refresh(buffers)

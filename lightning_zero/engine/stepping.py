@@ -68,9 +68,15 @@ class OffloadedStep:
         self._driver, self._offload = driver, offload
         self._is_torchs = driver.plain_class.__module__.startswith("torch.optim")
         self._unpublished: list[_Job] = []
+        self._num_steps = 0
 
-    def start(self, active: Sequence[Segment], kwargs: Any) -> None:
-        """Begin the step of the segments ``active``."""
+    def start(self, active: Sequence[Segment], kwargs: Any) -> bool:
+        """Begin the step of the segments ``active``. Returns whether its update is delayed: then it
+        reaches the model weights by :meth:`publish`.
+        """
+        delay_after = self._offload.delay_after
+        is_delayed = delay_after is not None and self._num_steps >= delay_after
+        self._num_steps += 1
         factor = self._driver.engine.grads.take_scale(
             self._driver.handles, stays_due=not self._offload.scales_in_place
         )
@@ -80,16 +86,17 @@ class OffloadedStep:
             for group in self._driver.user.param_groups
         ]
         after = self._offload.transfers.now()
-        step = _Step(self._driver, jobs, groups, factor, kwargs, self._offload, after)
+        step = _Step(self._driver, jobs, groups, factor, kwargs, self._offload, after, is_delayed)
         for number, job in enumerate(jobs):
             done = self._offload.runner.submit(step.run(number))
-            self._order_after(job, done)
+            self._order_after(job, done, is_delayed=is_delayed)
         self._offload.runner.submit(step.run_rest)
         if not self._is_torchs:
             self._offload.runner.wait()
             self._driver.sync_groups_back()
-        if self._offload.is_delayed:
+        if is_delayed:
             self._unpublished += jobs
+        return is_delayed
 
     def _jobs(self, active: Sequence[Segment]) -> list[_Job]:
         """In the order of the forward."""
@@ -105,10 +112,11 @@ class OffloadedStep:
                 jobs.append(_Job(buffer, segments, mine, grad, grad.step))
         return jobs
 
-    def _order_after(self, job: _Job, done: Pending) -> None:
+    @staticmethod
+    def _order_after(job: _Job, done: Pending, *, is_delayed: bool) -> None:
         """Every use of what the job works on waits for it."""
         job.buffer.shard.step = job.grad.step = done
-        if self._offload.is_delayed:
+        if is_delayed:
             return
 
         def finish() -> None:
@@ -140,9 +148,10 @@ class _Step:
         kwargs: for the optimizer's ``step``.
         offload: where everything rests.
         after: when the device does not use the old weights any more.
+        is_delayed: whether the model weights keep their old values.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         driver: OptimizerDriver,
         jobs: list[_Job],
@@ -151,9 +160,11 @@ class _Step:
         kwargs: Mapping[str, Any],
         offload: Offload,
         after: Any,
+        is_delayed: bool,
     ) -> None:
         self._driver, self._jobs, self._groups = driver, jobs, groups
         self._factor, self._kwargs, self._offload, self._after = factor, kwargs, offload, after
+        self._is_delayed = is_delayed
         self._stepped_groups: set[int] = set()
         self._num_loading = 0
 
@@ -216,7 +227,7 @@ class _Step:
             self._state.store(job.buffer, job.segments)
         # where it is loaded from a file the factor stays due: nothing is written for it
         job.grad.close(is_changed=self._factor is not None and self._offload.scales_in_place)
-        if not self._offload.is_delayed:
+        if not self._is_delayed:
             job.published = job.buffer.publish(shard, self._after)
         for segment in job.active:
             if job.buffer.places.shard is not None:
