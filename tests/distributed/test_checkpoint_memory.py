@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import ctypes
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ MB = 1 << 20
 WIDTH, LAYERS = 1024, 12
 LAYER = 4 * WIDTH * WIDTH  # 4 MB, the largest tensor
 MODEL = LAYERS * LAYER
-SLACK = 8 * MB  # buffers of files, and what the allocator keeps
+SLACK = 6 * MB  # buffers of files
 
 
 class Wide(pl.LightningModule):
@@ -43,24 +44,41 @@ class Wide(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def anonymous_bytes() -> int:
-    """Memory of the process that is no file's."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found.group(1)) * 1024
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Memory that malloc has given out, to tensors as well as to Python, and not got back.
+
+    What the process holds besides is nobody's need: freed memory that is kept for reuse, of which
+    there is more or less by the order in which threads have freed and asked.
+    """
+    describe = ctypes.CDLL(None).mallinfo2
+    describe.restype = _MallocInfo
+    info = describe()
+    return int(info.uordblks + info.hblkhd)
 
 
 @contextmanager
 def growth(found: list[int]) -> Iterator[None]:
     """Appends by how much the memory of this process grew at most."""
-    start, peak, is_over = anonymous_bytes(), 0, threading.Event()
+    gc.collect()  # nothing that is freed on the way makes up for what is taken
+    start, peak, is_over = allocated_bytes(), 0, threading.Event()
 
     def look() -> None:
         nonlocal peak
         while not is_over.is_set():
-            peak = max(peak, anonymous_bytes())
-            time.sleep(0.002)
+            peak = max(peak, allocated_bytes())
+            time.sleep(0.001)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -69,7 +87,7 @@ def growth(found: list[int]) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-        found.append(peak - start)
+        found.append(max(peak, allocated_bytes()) - start)
 
 
 class Measured(ZeroStrategy):
@@ -110,11 +128,8 @@ def test_saving_and_loading_take_little_memory(save_format: str, tmp_path: Path)
         for rank, (saving, loading) in enumerate(
             run_on_ranks(save_and_load, 2, stage, save_format, path)
         ):
-            # one file is put together on rank 0
-            whole = 3 * MODEL * 2 if save_format == "full" and rank == 0 else 0
+            # one file is put together on rank 0: weights and two moments, and one of them gathered
+            whole = 4 * MODEL if save_format == "full" and rank == 0 else 0
             assert saving <= whole + SLACK + LAYER, (stage, rank, saving / MB)
-            assert loading <= MODEL + LAYER + SLACK, (
-                stage,
-                rank,
-                loading / MB,
-            )  # two moments' half
+            two_halves = MODEL  # of the moments
+            assert two_halves <= loading <= two_halves + LAYER + SLACK, (stage, rank, loading / MB)
