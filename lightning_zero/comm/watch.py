@@ -128,10 +128,11 @@ class StallWatch:
         """Begin to watch. Every rank, as often as the others."""
         self._run += 1
         self.reason = None
-        clone = getattr(store, "clone", None)
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            store = clone() if clone is not None else store
-        self._store = store
+        if self._store is None:  # one connection serves all runs
+            clone = getattr(store, "clone", None)
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                store = clone() if clone is not None else store
+            self._store = store
         self._stop.clear()
         self._thread = threading.Thread(
             target=self._watch, name="lightning_zero-watch", daemon=True
