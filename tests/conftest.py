@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.distributed import POOL
 from tests.support.runs import Control
+from tests.support.worker import ask_no_name_server
 
 _SLOW_EXAMPLES = {
     "deadline": None,
@@ -32,4 +33,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ask_no_name_server()
     Control.is_on = bool(config.getoption("--control"))
