@@ -32,6 +32,7 @@ from lightning_zero.checkpoint.folder import (
     verify,
 )
 from lightning_zero.comm.collectives import SingleRank
+from tests.support.distributed import PRELOAD
 from tests.support.folders import shards, wholes
 
 KILLS = int(os.environ.get("ZERO_KILLS", "50"))
@@ -211,7 +212,7 @@ def kill_at_every_step(path: Path, existed: bool) -> None:
 def in_nursery(function: Callable[..., None], *args: Any) -> None:
     """Run in a process of its own, which forks quickly and has no threads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
+    context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(target=_nurse, args=(theirs, function, args))
     process.start()

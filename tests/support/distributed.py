@@ -1,8 +1,9 @@
 """Plain functions on real processes: `run_on_ranks`, and `@distributed` for whole tests.
 
-Importing torch and lightning takes seconds, so processes are forked from a server that has done it
-once, and are then kept and reused. A failure costs the pool (the next call gets fresh processes);
-a process that hangs is made to show its stack, and is killed. Nothing here can hang pytest.
+Importing torch, lightning and the package takes seconds, so processes are forked from a server that
+has done it once, and are then kept and reused. A failure costs the pool (the next call gets fresh
+processes); a process that hangs is made to show its stack, and is killed. Nothing here can hang
+pytest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch.distributed import TCPStore
 
 from tests.support.worker import FINISH, Outcome, Task, worker_main
 
+# What the server imports; the rest is imported by each process that needs it.
+PRELOAD = ["tests.support.preload"]
 DEFAULT_TIMEOUT = 120.0
 # Once a rank has failed the others usually fail within moments; one that does not is hung.
 GRACE_AFTER_FAILURE = 15.0
@@ -76,7 +79,7 @@ class WorkerPool:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="lightning_zero_ranks_"))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
+        context.set_forkserver_preload(PRELOAD)
         ours, theirs = multiprocessing.Pipe()
         name = f"{slot}_{time.monotonic_ns()}"
         log, stacks = self.folder / f"log_{name}", self.folder / f"stacks_{name}"
