@@ -6,11 +6,13 @@ end: a user must neither wait for a hung run nor look for the cause in the noise
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import ScriptResult, run_script
+from tests.support.scripts import ScriptResult, run_ahead, run_script
 
 # Every layer is a unit of its own, as the layers of a large model are.
 ZERO3 = "lightning_zero.ZeroStrategy(3, bucket_bytes=1)"
@@ -144,51 +146,74 @@ class Case(Lit):
 """
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("'zero1'", 1), ("'zero2'", 0), (ZERO3, 1)])
-def test_a_rank_that_raises_ends_the_run(strategy: str, rank: int, tmp_path: Path) -> None:
-    result = _run(tmp_path, RAISES.format(rank=rank), strategy)
-    _assert_all_failed(result, "LookupError: the planned mishap")
+SCRIPTS = {
+    "raises_zero1": (RAISES.format(rank=1), "'zero1'"),
+    "raises_zero2": (RAISES.format(rank=0), "'zero2'"),
+    "raises_zero3": (RAISES.format(rank=1), ZERO3),
+    "raises_in_backward": (RAISES_IN_BACKWARD, ZERO3),
+    "is_killed": (IS_KILLED, ZERO3),
+    "reads_on_one_rank": (READS_ON_ONE_RANK, ZERO3),
+    "saves_on_one_rank": (SAVES_ON_ONE_RANK, IMPATIENT),
+    "uses_a_layer_on_one_rank": (USES_A_LAYER_ON_ONE_RANK, IMPATIENT),
+    "uneven_batches_zero1": (UNEVEN_BATCHES, "'zero1'"),
+    "uneven_batches_zero3": (UNEVEN_BATCHES, IMPATIENT),
+    "refused_optimizer": (LBFGS, "'zero2'"),
+    "nothing_wrong": ("class Case(Lit): pass", ZERO3),
+}
+Ended = Callable[[str], ScriptResult]
 
 
-def test_a_rank_that_raises_in_backward_ends_the_run(tmp_path: Path) -> None:
-    result = _run(tmp_path, RAISES_IN_BACKWARD, ZERO3)
-    _assert_all_failed(result, "LookupError: the planned mishap")
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    """How a script ended, by its name."""
+    with run_ahead(
+        {
+            name: partial(_run, tmp_path_factory.mktemp(name), *script)
+            for name, script in SCRIPTS.items()
+        }
+    ) as result:
+        yield result
 
 
-def test_a_rank_that_is_killed_ends_the_run(tmp_path: Path) -> None:
-    _assert_all_failed(_run(tmp_path, IS_KILLED, ZERO3))
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_rank_that_raises_ends_the_run(ended: Ended, strategy: str) -> None:
+    _assert_all_failed(ended(f"raises_{strategy}"), "LookupError: the planned mishap")
 
 
-def test_a_parameter_read_on_one_rank_is_named(tmp_path: Path) -> None:
-    result = _run(tmp_path, READS_ON_ONE_RANK, ZERO3)
-    _assert_all_failed(result, "layers.1.weight")
+def test_a_rank_that_raises_in_backward_ends_the_run(ended: Ended) -> None:
+    _assert_all_failed(ended("raises_in_backward"), "LookupError: the planned mishap")
 
 
-def test_a_checkpoint_saved_on_one_rank_is_an_error(tmp_path: Path) -> None:
-    result = _run(tmp_path, SAVES_ON_ONE_RANK, IMPATIENT)
-    _assert_all_failed(result)
+def test_a_rank_that_is_killed_ends_the_run(ended: Ended) -> None:
+    _assert_all_failed(ended("is_killed"))
 
 
-def test_a_layer_used_on_one_rank_is_named(tmp_path: Path) -> None:
-    result = _run(tmp_path, USES_A_LAYER_ON_ONE_RANK, IMPATIENT)
-    _assert_all_failed(result, "layers.1")
+def test_a_parameter_read_on_one_rank_is_named(ended: Ended) -> None:
+    _assert_all_failed(ended("reads_on_one_rank"), "layers.1.weight")
 
 
-@pytest.mark.parametrize("strategy", ["'zero1'", IMPATIENT])
-def test_uneven_batch_counts_are_an_error(strategy: str, tmp_path: Path) -> None:
-    result = _run(tmp_path, UNEVEN_BATCHES, strategy)
-    _assert_all_failed(result)
+def test_a_checkpoint_saved_on_one_rank_is_an_error(ended: Ended) -> None:
+    _assert_all_failed(ended("saves_on_one_rank"))
 
 
-def test_a_refused_optimizer_ends_every_rank(tmp_path: Path) -> None:
-    result = _run(tmp_path, LBFGS, "'zero2'")
+def test_a_layer_used_on_one_rank_is_named(ended: Ended) -> None:
+    _assert_all_failed(ended("uses_a_layer_on_one_rank"), "layers.1")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_uneven_batch_counts_are_an_error(ended: Ended, strategy: str) -> None:
+    _assert_all_failed(ended(f"uneven_batches_{strategy}"))
+
+
+def test_a_refused_optimizer_ends_every_rank(ended: Ended) -> None:
+    result = ended("refused_optimizer")
     _assert_all_failed(result)
     assert result.output.count("LBFGS") >= 2
     assert set(result.exit_codes) == {0, 1}
 
 
-def test_the_script_of_these_tests_trains_when_nothing_is_wrong(tmp_path: Path) -> None:
-    result = _run(tmp_path, "class Case(Lit): pass", ZERO3)
+def test_the_script_of_these_tests_trains_when_nothing_is_wrong(ended: Ended) -> None:
+    result = ended("nothing_wrong")
     assert result.returncode == 0, result.output
     assert result.exit_codes == {0: 0, 1: 0}
     assert result.output.count("FINISHED 6") == 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
-from tests.support.scripts import run_script
+from tests.support.scripts import ScriptResult, run_ahead, run_script
 
 SCRIPT = """
 import sys
@@ -50,16 +51,28 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        ("ddp_spawn", "zero1_spawn", "zero3_spawn"),
-        ("ddp_fork", "zero2_fork", "zero3_notebook"),
-        ("ddp", "zero1", "zero2", "zero3"),
-    ],
-)
-def test_weights_come_back_as_from_ddp(tmp_path: Path, strategies: tuple[str, ...]) -> None:
-    result = run_script(SCRIPT, tmp_path, args=strategies)
+STRATEGIES = {
+    "multiprocessing": ("ddp_fork", "zero2_fork", "zero3_notebook", "zero1_spawn", "zero3_spawn"),
+    "popen": ("ddp", "zero1", "zero2", "zero3"),
+}
+Ended = Callable[[str], ScriptResult]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    """How the script ended, by the kind of its strategies."""
+    with run_ahead(
+        {
+            kind: partial(run_script, SCRIPT, tmp_path_factory.mktemp(kind), args=strategies)
+            for kind, strategies in STRATEGIES.items()
+        }
+    ) as result:
+        yield result
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_weights_come_back_as_from_ddp(ended: Ended, kind: str) -> None:
+    result = ended(kind)
     assert result.returncode == 0, result.output
-    for strategy in strategies[1:]:
+    for strategy in STRATEGIES[kind][1:]:
         assert f"SAME {strategy}" in result.output, result.output

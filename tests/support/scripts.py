@@ -14,10 +14,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
+AT_A_TIME = 3
 ROOT = Path(__file__).resolve().parents[2]
 
 # Placed in front of the user's script. It runs before any thread exists, so that a fork is safe.
@@ -52,6 +56,8 @@ def _watch_this_process():
 
 _watch_this_process()
 sys.path.insert(0, {root!r})
+from tests.support.worker import ask_no_name_server
+ask_no_name_server()
 """
 
 
@@ -115,6 +121,26 @@ def run_script(
     }
     seconds = time.monotonic() - start
     return ScriptResult(process.returncode, exit_codes, log.read_text(errors="replace"), seconds)
+
+
+@contextlib.contextmanager
+def run_ahead(scripts: Mapping[str, Callable[[], T]]) -> Iterator[Callable[[str], T]]:
+    """Run scripts ahead of the tests that ask for how they ended, some at a time.
+
+    A script imports on one core, first in one process and then in the next, and waits for a time if
+    it is to go wrong. Nothing is run before the first is asked for; that one is run first.
+    """
+    futures: dict[str, Future[T]] = {}
+    with ThreadPoolExecutor(AT_A_TIME) as executor:
+
+        def result(name: str) -> T:
+            if not futures:
+                for other in sorted(scripts, key=lambda other: other != name):
+                    futures[other] = executor.submit(scripts[other])
+            return futures[name].result()
+
+        yield result
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _wait_for_session(process: subprocess.Popen[bytes], deadline: float) -> None:
