@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -36,6 +37,14 @@ def measure(stage: int, **precision: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def measured_by_rank(
+    world_size: int, stage: int, precision: str = "32-true"
+) -> list[dict[str, Any]]:
+    """What each rank measured; a run is looked at by several tests."""
+    return run_on_ranks(measure, world_size, stage, precision=precision)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_resting_bytes_are_those_of_the_paper(world_size: int) -> None:
     for stage, expected in {
@@ -43,7 +52,7 @@ def test_resting_bytes_are_those_of_the_paper(world_size: int) -> None:
         2: lambda psi, n: psi + psi / n + 2 * psi / n,
         3: lambda psi, n: psi / n + psi / n + 2 * psi / n,
     }.items():
-        for result in run_on_ranks(measure, world_size, stage):
+        for result in measured_by_rank(world_size, stage):
             bound = expected(result["weights"], world_size)
             assert abs(result["at_rest"] - bound) <= LAYER + 0.02 * bound, (stage, result)
 
@@ -54,26 +63,26 @@ def test_resting_bytes_of_mixed_precision(world_size: int) -> None:
     per parameter, of which each rank has its part; stage 3 holds nothing else.
     """
     for stage, replicated in {1: 2, 2: 2, 3: 0}.items():
-        for result in run_on_ranks(measure, world_size, stage, precision="bf16-mixed"):
+        for result in measured_by_rank(world_size, stage, "bf16-mixed"):
             num_params = result["weights"] // 4
             bound = replicated * num_params + 16 * num_params / world_size
             assert abs(result["at_rest"] - bound) <= LAYER + 0.02 * bound, (stage, result)
 
 
 def test_stage_3_gathers_half_the_bytes_of_its_window_in_mixed_precision() -> None:
-    for result in run_on_ranks(measure, 2, 3, precision="bf16-mixed"):
+    for result in measured_by_rank(2, 3, "bf16-mixed"):
         assert 0 < result["in_forward"] <= LAYER + 4096
 
 
 def test_stage_3_gathers_no_more_than_its_window() -> None:
-    for result in run_on_ranks(measure, 2, 3):
+    for result in measured_by_rank(2, 3):
         assert 0 < result["in_forward"] <= 2 * LAYER + 4096
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_forecast_agrees_with_what_is_measured(stage: int, precision: str) -> None:
-    for result in run_on_ranks(measure, 2, stage, precision=precision):
+    for result in measured_by_rank(2, stage, precision):
         rows = {row.kind: row for row in result["report"]}
         has_masters = precision == "bf16-mixed"
         assert (rows["master weights"].measured_bytes > 0) == has_masters
