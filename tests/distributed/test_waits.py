@@ -30,8 +30,7 @@ def final_weights(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize(("accumulate", "precision"), [(1, "16-mixed"), (2, "32-true")])
 def test_nothing_is_used_before_it_has_arrived(stage: int, accumulate: int, precision: str) -> None:
     deferred = run_on_ranks(final_weights, 2, DeferredZeroStrategy, stage, accumulate, precision)
     plain = run_on_ranks(final_weights, 2, ZeroStrategy, stage, accumulate, precision)
