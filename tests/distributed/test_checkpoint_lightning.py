@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,15 @@ def data() -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=GLOBAL_BATCH // world_size(), sampler=sampler)
 
 
-def trainer_for(save_format: str, stage: int = 3, **options: Any) -> pl.Trainer:
-    strategy = partial(ZeroStrategy, stage, bucket_bytes=1, save_format=save_format)
+PATIENCE, IMPATIENCE = timedelta(seconds=20), timedelta(seconds=4)  # of ranks that can't go on
+
+
+def trainer_for(
+    save_format: str, stage: int = 3, stall_timeout: timedelta = PATIENCE, **options: Any
+) -> pl.Trainer:
+    strategy = partial(
+        ZeroStrategy, stage, bucket_bytes=1, save_format=save_format, stall_timeout=stall_timeout
+    )
     is_saving = any(isinstance(c, Checkpoint) for c in options.get("callbacks", []))
     defaults = {
         "use_distributed_sampler": False,
@@ -174,7 +182,7 @@ def save_on_rank_0_only(save_format: str, path: Path, when: str) -> None:
             if trainer.is_global_zero and when == "during":
                 trainer.save_checkpoint(path)
 
-    trainer = trainer_for(save_format, callbacks=[SavesAlone()])
+    trainer = trainer_for(save_format, stall_timeout=IMPATIENCE, callbacks=[SavesAlone()])
     trainer.fit(Rich(), data())
     if trainer.is_global_zero:
         trainer.save_checkpoint(path)
@@ -374,7 +382,10 @@ class Breaks(Rich):
 def save_on_exception(save_format: str, folder: Path, only_rank: int | None) -> None:
     module = Breaks()
     module.only_rank = only_rank
-    trainer_for(save_format, callbacks=[OnExceptionCheckpoint(folder)]).fit(module, data())
+    trainer = trainer_for(
+        save_format, stall_timeout=IMPATIENCE, callbacks=[OnExceptionCheckpoint(folder)]
+    )
+    trainer.fit(module, data())
 
 
 @pytest.mark.parametrize("save_format", FORMATS)
