@@ -217,9 +217,10 @@ def test_validation_amid_training_gives_ddps_numbers(name: str, stage: str) -> N
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_rank_gets_its_own_rows(stage: str) -> None:
-    records = parity_run(VALIDATION_CASES["logs_in_training"], 2).records(stage)
-    assert [record.notes["sampler"] for record in records] == [["DistributedSampler"]] * 2
-    assert not torch.equal(records[0].losses[0], records[1].losses[0])
+    run = parity_run(VALIDATION_CASES["logs_in_training"], 2)
+    for records in map(run.records, run.sizes(stage)):
+        assert [record.notes["sampler"] for record in records] == [["DistributedSampler"]] * 2
+        assert not torch.equal(records[0].losses[0], records[1].losses[0])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -25,8 +25,10 @@ from tests.support.compare import assert_same
 from tests.support.distributed import POOL, RankFailure, run_on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")
-# By default small modules share one unit and one bucket. Every case also runs with the least size,
-# so that units are gathered and freed, and buckets reduced, one by one.
+# By default small modules share one unit and one bucket. Every case runs with the least size, so
+# that units are gathered and freed, and buckets reduced, one by one, and at some stages with the
+# default size as well. Stage 2 needs none: it replicates what stage 1 does and shards what stage 3
+# does.
 FINE = "_fine"
 DDP = "ddp"
 DDP_UNUSED = "ddp_find_unused_parameters_true"
@@ -235,6 +237,12 @@ class ParityRun:
             raise AssertionError("\n" + "\n".join(errors))
         return [result for result in ranks if isinstance(result, RunRecord)]
 
+    def sizes(self, stage: str) -> list[str]:
+        """The names under which a stage was run."""
+        names = [name for name in (stage, stage + FINE) if name in self.by_strategy]
+        assert names, f"{stage} was not run"
+        return names
+
     def has_records(self, strategy: str) -> bool:
         """Whether the strategy was run, and to the end on every rank."""
         ranks = self.by_strategy.get(strategy, [])
@@ -265,11 +273,11 @@ def fine_strategy(stage: str, bucket_bytes: int = 1) -> Strategy:
     )
 
 
-def strategies_of(case: Case) -> dict[str, StrategyLike]:
-    """The reference, and each stage in both sizes."""
+def strategies_of(case: Case, world_size: int) -> dict[str, StrategyLike]:
+    """The reference, each stage in the least size, and some in the default size."""
     if Control.is_on:
         return {case.reference: case.reference, **dict.fromkeys(STAGES, case.reference)}
-    coarse = {stage: stage for stage in STAGES}
+    coarse = {stage: stage for stage in (("zero1", "zero3") if world_size <= 2 else ("zero3",))}
     fine = {stage + FINE: partial(fine_strategy, stage) for stage in STAGES}
     return {case.reference: case.reference, **coarse, **fine}
 
@@ -281,7 +289,8 @@ def parity_run(case: Case, world_size: int) -> ParityRun:
     """The case under DDP and all stages; run once, since a test looks at one stage of it."""
     key = (id(case), world_size)
     if key not in _RUNS:
-        _RUNS[key] = ParityRun(case, run_under_each(case, strategies_of(case), world_size))
+        strategies = strategies_of(case, world_size)
+        _RUNS[key] = ParityRun(case, run_under_each(case, strategies, world_size))
     return _RUNS[key]
 
 
@@ -293,9 +302,8 @@ def check_parity(case: Case, stage: str, world_size: int = 2) -> None:
     other, ranks with ranks, and any size of unit and bucket with any other.
     """
     run = parity_run(case, world_size)
-    compare_stage(run, stage, world_size)
-    if not Control.is_on:
-        compare_stage(run, stage + FINE, world_size)
+    for name in run.sizes(stage):
+        compare_stage(run, name, world_size)
 
 
 def compare_stage(run: ParityRun, name: str, world_size: int) -> None:
