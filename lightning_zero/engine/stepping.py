@@ -85,7 +85,9 @@ class OffloadedStep:
             _for_the_host(group, self._driver.engine.device)
             for group in self._driver.user.param_groups
         ]
-        after = self._offload.transfers.now()
+        if factor is not None:  # there when `after` has passed
+            factor = factor.to("cpu", non_blocking=True)
+        after = self._offload.transfers.barrier()
         step = _Step(self._driver, jobs, groups, factor, kwargs, self._offload, after, is_delayed)
         for number, job in enumerate(jobs):
             done = self._offload.runner.submit(step.run(number))
@@ -147,7 +149,7 @@ class _Step:
         factor: what gradients are multiplied with.
         kwargs: for the optimizer's ``step``.
         offload: where everything rests.
-        after: when the device does not use the old weights any more.
+        after: when the device does not use the old weights any more, where they rest included.
         is_delayed: whether the model weights keep their old values.
     """
 
@@ -180,8 +182,6 @@ class _Step:
 
     def _load_ahead(self, number: int) -> None:
         """Begin to read this job's data, and the next ones' where there is room for them."""
-        if number == 0 and self._factor is not None:
-            self._factor = self._factor.cpu()
         self._num_loading = max(self._num_loading, number)
         while self._num_loading < min(number + _IN_FLIGHT, len(self._jobs)):
             job = self._jobs[self._num_loading]
@@ -281,8 +281,9 @@ def _for_the_host(group: Mapping[str, Any], device: torch.device) -> dict[str, A
     """The hyper-parameters for a step on the host of what a model on ``device`` trains."""
     found = hyper_parameters(group)
     is_complex = any(param.is_complex() for param in group["params"])
-    if device.type != "cpu" and "fused" in found and not is_complex:
-        # on the host the fused kernel is the fast one, whichever was chosen for the device
-        found.update(fused=True, foreach=None)
+    if device.type != "cpu":
+        if "fused" in found and not is_complex:
+            # on the host the fused kernel is the fast one, whichever was chosen for the device
+            found.update(fused=True, foreach=None)
         found.update({"capturable": False} if "capturable" in found else {})
     return found

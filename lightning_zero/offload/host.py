@@ -41,6 +41,7 @@ class CudaPageLock:
 
     def unlock(self, address: int) -> None:
         """See :class:`PageLock`."""
+        torch.cuda.synchronize()  # copies that are under way use the memory
         torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -9,6 +9,7 @@ copy in flight reads are kept until it has ended. On the CPU every copy is done 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,7 @@ class Transfers:
         self._up: Any = torch.cuda.Stream(device) if self._is_cuda else None
         self._down: Any = torch.cuda.Stream(device) if self._is_cuda else None
         self._slots: deque[tuple[Tensor, Any]] = deque()
+        self._slots_lock = threading.Lock()  # weights are uploaded while others are being stepped
         self._reading: deque[tuple[Any, Tensor]] = deque()
 
     @property
@@ -53,6 +55,16 @@ class Transfers:
     def now(self) -> Any:
         """A point in the current stream, for ``after``; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self._is_cuda else None
+
+    def barrier(self) -> Any:
+        """A point after everything in the current stream and all uploads so far; None on the CPU.
+
+        After it nobody reads the sources of these uploads any more.
+        """
+        if not self._is_cuda:
+            return None
+        self._up.wait_event(self.now())
+        return self._up.record_event()
 
     @contextlib.contextmanager
     def uploading(self, after: Any = None) -> Iterator[None]:
@@ -78,7 +90,8 @@ class Transfers:
             if source.is_pinned() and source.dtype == target.dtype:
                 target.copy_(source, non_blocking=True)
             elif self._pins:
-                self._upload_in_slots(target, source)
+                with self._slots_lock:
+                    self._upload_in_slots(target, source)
             else:
                 target.copy_(source.to(target.dtype))
             event = self._up.record_event()
