@@ -219,12 +219,16 @@ class FlatBuffer:
         if places.has_model and self.model is None:
             with self.shard.use() as shard:
                 weights = shard.to(self.device, self.dtype, copy=True)
-            self.model = self.offload.rest(weights, places.model, f"the weights of {self.name}")
+            label = f"the weights of {self.name}"
+            self.model = self.offload.rest(weights, places.model, label, pinned=True)
         if places.shard is not None and isinstance(self.shard, HeldShard):
             with self.shard.use() as shard:
-                self.replace_shard(
-                    self.offload.rest(shard, places.shard, f"the shard of {self.name}")
+                label, is_source = (
+                    f"the shard of {self.name}",
+                    self.is_sharded and self.model is None,
                 )
+                resting = self.offload.rest(shard, places.shard, label, pinned=is_source)
+            self.replace_shard(resting)
         # what was moved away stays there, also if it is frozen later
         before = self.places
         self.places = Places(
@@ -334,13 +338,12 @@ class FlatBuffer:
             after: a point in the stream of the device after which nobody uses the old weights.
         """
         assert self.offload is not None
+        if isinstance(self.model, HeldShard):
+            return self.offload.transfers.upload(self.model.tensor, stepped, after)
         if self.model is not None:
-            weights = self.model.open(is_filled=True)
-            try:
-                return self.offload.transfers.upload(weights, stepped, after)
-            finally:
-                self.model.close(is_changed=True)
-        if self.owns_shard and not self.is_sharded:
+            self.model.open(is_filled=True).copy_(stepped)
+            self.model.close(is_changed=True)
+        elif self.owns_shard and not self.is_sharded:
             return self.offload.transfers.upload(self.own_slice, stepped, after)
         return Pending()
 

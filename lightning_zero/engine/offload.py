@@ -162,11 +162,13 @@ class Offload:
             is_delayed=self.is_delayed,
         )
 
-    def rest(self, tensor: Tensor, device: OffloadDevice | None, label: str) -> Shard:
+    def rest(
+        self, tensor: Tensor, device: OffloadDevice | None, label: str, *, pinned: bool
+    ) -> Shard:
         """A shard with the content of ``tensor``; of its own memory unless ``device`` is None."""
         if device is None:
             return HeldShard(tensor)
-        shard = self.empty(tensor.numel(), tensor.dtype, device, label)
+        shard = self.empty(tensor.numel(), tensor.dtype, device, label, pinned=pinned)
         with shard.fill() as content:
             content.copy_(tensor)
         return shard
