@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_zero.comm.collectives import Collectives
-from lightning_zero.config import OffloadConfig
+from lightning_zero.config import MEBIBYTE, OffloadConfig
+from lightning_zero.engine.memory import MemoryRow
 from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.units import MAX_UNIT_BYTES
 from lightning_zero.errors import OffloadError
@@ -108,7 +109,6 @@ def open_offload(
         devices["nvme"] = Disk(folder.path, config.staging_bytes // num_local)
     if "cpu" in places:
         devices["cpu"] = HostMemory(_pin_bytes(config, num_local))
-    _announce(config, needed, devices.get("nvme"), path, len(machines))
     return Offload(
         None if places.states is None else devices[places.states],
         None if places.params is None else devices[places.params],
@@ -173,23 +173,20 @@ def _check(machines: list[_Machine], needed: Mapping[str, int], path: Path) -> N
             )
 
 
-def _announce(
-    config: OffloadConfig,
-    needed: Mapping[str, int],
-    disk: OffloadDevice | None,
-    path: Path,
-    num_ranks: int,
-) -> None:
-    parts = []
-    if needed.get("cpu"):
-        parts.append(f"{needed['cpu'] / _GIB:.2f} GiB in host memory")
-    if isinstance(disk, Disk):
-        kind = "direct" if disk.is_direct else "plain (the file system refuses direct I/O)"
-        parts.append(
-            f"{needed.get('nvme', 0) / _GIB:.2f} GiB in files under '{path}', {kind} I/O through"
-            f" {config.staging_bytes / _GIB:.2f} GiB of staging memory per machine"
-        )
-    rank_zero_info(f"Offloaded from {num_ranks} rank(s): {'; '.join(parts)}.")
+def announce(config: OffloadConfig, offload: Offload, rows: Sequence[MemoryRow]) -> None:
+    """Say what will be where on a rank, before it is."""
+    forecast = ", ".join(
+        f"{row.kind} {row.forecast_bytes / MEBIBYTE:.1f}" for row in rows if row.forecast_bytes
+    )
+    parts = [f"Memory forecast of a rank in MiB: {forecast}."]
+    for device in offload.devices:
+        if isinstance(device, Disk):
+            kind = "direct" if device.is_direct else "plain (the file system refuses direct)"
+            parts.append(
+                f"Files are under '{config.folder}', {kind} I/O through staging memory of"
+                f" {config.staging_bytes / MEBIBYTE:.0f} MiB a machine."
+            )
+    rank_zero_info(" ".join(parts))
 
 
 def announce_nothing(config: OffloadConfig) -> None:

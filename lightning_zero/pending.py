@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 
 class Pending:
@@ -29,8 +30,21 @@ class Pending:
     def wait(self) -> None:
         """Order the caller after the action.
 
-        Calling it again is free. Raises what the action raised.
+        Calling it again is free. Raises what the action raised, every time: what it has left
+        half-done must not pass for done later.
         """
         finish, self._finish = self._finish, None
-        if finish is not None:
+        if finish is None:
+            return
+        try:
             finish()
+        except Exception as failure:
+            self._finish = partial(_fail, failure)
+            raise
+        except BaseException:  # Ctrl-C: the action goes on
+            self._finish = finish
+            raise
+
+
+def _fail(failure: Exception) -> None:
+    raise failure

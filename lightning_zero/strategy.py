@@ -33,7 +33,7 @@ from lightning_zero.engine.memory import MemoryRow, memory_report
 from lightning_zero.engine.optimizer import parameters_of, release_optimizer
 from lightning_zero.engine.probe import check_element_wise, check_steps_in_parts
 from lightning_zero.errors import ZeroError
-from lightning_zero.offload_devices import OffloadPlaces
+from lightning_zero.offload_devices import OffloadPlaces, announce
 from lightning_zero.offloading import OffloadingStrategy, offload_config
 from lightning_zero.precision import ZeroPrecision, adapt_precision
 
@@ -260,16 +260,24 @@ class ZeroStrategy(OffloadingStrategy):
         elif self.root_device.type == "cpu":
             allocator.retain_freed_memory()
         precision = self.precision_plugin
-        self.engine = ZeroEngine(
-            self.lightning_module,
-            driven,
-            self.config,
-            self._collectives,
-            self.root_device,
-            precision.policy,
-            precision.forward_context if precision.policy.compute_dtype is not None else None,
-            self.open_offload(driven, places, precision.policy),
-        )
+        offload = self.open_offload(driven, places, precision.policy)
+        try:
+            self.engine = ZeroEngine(
+                self.lightning_module,
+                driven,
+                self.config,
+                self._collectives,
+                self.root_device,
+                precision.policy,
+                precision.forward_context if precision.policy.compute_dtype is not None else None,
+                offload,
+            )
+        except BaseException:
+            if offload is not None:
+                offload.close()
+            raise
+        if offload is not None and self.config.offload is not None:
+            announce(self.config.offload, offload, self.memory_report())
         # Lightning's wrappers are built from the optimizers' classes, which have just changed
         if optimizers:
             self.optimizers = optimizers
