@@ -164,6 +164,8 @@ def state_bytes_per_element(user: Optimizer, dtype: torch.dtype) -> int:
     """Bytes of state that an element-wise optimizer keeps for each element of a parameter of
     ``dtype``.
     """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0  # it never has a gradient
     param = nn.Parameter(torch.zeros(_SHAPES[0], dtype=dtype))
     param.grad = torch.ones_like(param)
     optimizer = _small_optimizer(user, [param])
