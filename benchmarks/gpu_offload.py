@@ -79,19 +79,23 @@ def parse() -> argparse.Namespace:
 
 
 class Task(pl.LightningModule):
-    """The GPT, built where it is computed, and its own few sequences over and over."""
+    """The GPT and its own few sequences over and over."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options
         heads = max(1, options.width // 128)
+        size = Size(options.layers, options.width, heads, options.vocab)
         torch.manual_seed(7)
-        with torch.device(options.device):
-            size = Size(options.layers, options.width, heads, options.vocab)
+        with torch.device("meta" if options.fits else options.device):
             self.gpt = GPT(size, options.seq)
-            for parameter in self.gpt.parameters():
-                if parameter.ndim == 2:
-                    torch.nn.init.normal_(parameter, std=0.02)
+        if options.fits:  # never whole on the device, and quickly there
+            self.gpt.to_empty(device="cpu")
+        for parameter in self.gpt.parameters():
+            if options.fits:
+                torch.nn.init.constant_(parameter, 0.01)
+            elif parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.02)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.gpt(batch)
