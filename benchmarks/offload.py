@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,8 @@ from lightning_zero.offload.memory import map_pages
 from lightning_zero.offload.movers import CHUNK_BYTES
 
 WARMUP = 2
+# Where states rest in files, freed memory goes back to the system; new memory is cheaper like this.
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 class Layers(pl.LightningModule):
@@ -380,6 +383,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.mb, options.width, options.rounds, options.steps = 20, 512, 2, 2
+    if os.environ.get("THP_MEM_ALLOC_ENABLE") is None:  # torch reads it when it allocates first
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **HUGE_PAGES})
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # else Lightning sets what it likes
         torch.set_num_threads(options.threads)
