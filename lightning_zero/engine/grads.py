@@ -403,7 +403,8 @@ class GradReducer:
     @staticmethod
     def _each_region(runs: dict[GradBucket, list[list[int]]], *, write: bool) -> Iterator[Tensor]:
         buckets = list(runs)
-        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+        # not strict: a rank may have no part of any of them
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=False):
             with bucket.shard_or_new().use(write=write) as shard:
                 if following is not None:
                     following.shard_or_new().start_load()
