@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -47,7 +47,24 @@ class CheckpointingStrategy(DDPStrategy):
     _collectives: Collectives
     _saved_run: Mapping[str, Any] = {}
 
+    def is_interrupted(self) -> bool:
+        """Whether the run is ending because of an exception."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
     # -- saving
+
+    @contextlib.contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """If saving fails while an exception is handled, Lightning gets no further; the other ranks
+        have to hear of it all the same.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._collectives.watch is not None and self.is_interrupted():
+                self._collectives.watch.report_failure(error)
+            raise
 
     def check_checkpoint_folders(self, trainer: Trainer) -> None:
         """Refuse places where checkpoints could not be saved, before anything is trained."""
@@ -61,7 +78,7 @@ class CheckpointingStrategy(DDPStrategy):
         """The module's state dict, in which sharded parameters stand for their values."""
         if self.engine is None:
             return super().lightning_module_state_dict()
-        with self.engine.sharded_state():
+        with self._telling_others(), self.engine.sharded_state():
             return super().lightning_module_state_dict()
 
     @override
@@ -73,15 +90,22 @@ class CheckpointingStrategy(DDPStrategy):
         driver = driver_of(optimizer)
         if driver is None:
             return super().optimizer_state(optimizer)
-        if self.config.save_format == "sharded":
-            return shard_state(driver)
-        return export_state(driver, is_wanted=self.is_global_zero)
+        with self._telling_others():
+            if self.config.save_format == "sharded":
+                return shard_state(driver)
+            return export_state(driver, is_wanted=self.is_global_zero)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint, to rank 0's path. Collective."""
+        with self._telling_others():
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
         path = self._collectives.all_gather_object(str(filepath), f"saving '{filepath}'")[0]
         if "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, run_state.KEY: self._run_state()}

@@ -25,7 +25,6 @@ from lightning_zero.offload.host import HostMemory
 from lightning_zero.offload.run_folder import RunFolder, free_bytes
 from lightning_zero.offload.transfer import Transfers
 
-_GIB = 1 << 30
 _RESERVE = 0.02  # of a file system, for everything else
 _UNITS_IN_FLIGHT = 4  # one stepped, two being read, one being written
 _SHARDS_PER_UNIT = 4  # weights, gradients and Adam's two moments
@@ -160,17 +159,21 @@ def _check(machines: list[_Machine], needed: Mapping[str, int], path: Path) -> N
         memory = per_rank.get("cpu", 0) * ranks_of_host[machine.host]
         if memory > machine.memory_bytes:
             raise MisconfigurationException(
-                f"Offloading to 'cpu' needs {memory / _GIB:.1f} GiB of host memory on"
-                f" {machine.host}, which has {machine.memory_bytes / _GIB:.1f} GiB. Use more"
+                f"Offloading to 'cpu' needs {_readable(memory)} of host memory on"
+                f" {machine.host}, which has {_readable(machine.memory_bytes)}. Use more"
                 " machines, or offload to 'nvme'."
             )
         disk = per_rank.get("nvme", 0) * ranks_of_disk[machine.host, machine.disk]
         if disk > machine.free_disk_bytes * (1 - _RESERVE):
             raise MisconfigurationException(
-                f"Offloading to 'nvme' needs {disk / _GIB:.1f} GiB in '{path}' on {machine.host},"
-                f" where {machine.free_disk_bytes / _GIB:.1f} GiB are free. Free some, or pass"
+                f"Offloading to 'nvme' needs {_readable(disk)} in '{path}' on {machine.host},"
+                f" where {_readable(machine.free_disk_bytes)} are free. Free some, or pass"
                 " another `nvme_path`."
             )
+
+
+def _readable(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
 def announce(config: OffloadConfig, offload: Offload, rows: Sequence[MemoryRow]) -> None:
@@ -189,9 +192,10 @@ def announce(config: OffloadConfig, offload: Offload, rows: Sequence[MemoryRow])
     rank_zero_info(" ".join(parts))
 
 
-def announce_nothing(config: OffloadConfig) -> None:
-    """Say that offloading to the CPU does nothing on the CPU."""
-    if "cpu" in (config.optimizer, config.params) and config.during != "evaluation":
+def announce_nothing(config: OffloadConfig, device: torch.device) -> None:
+    """Say it where offloading to the CPU does nothing, because it is on the CPU."""
+    uses_cpu = "cpu" in (config.optimizer, config.params)
+    if uses_cpu and device.type == "cpu" and not config.force:
         rank_zero_info(
             "Offloading to 'cpu' does nothing here: the model is in host memory already."
             " (OffloadCallback(force=True) runs the whole path all the same.)"

@@ -46,9 +46,16 @@ class OffloadingStrategy(CheckpointingStrategy):
     def offload_places(self, *, is_fitting: bool) -> OffloadPlaces:
         """What of the user's choice applies to this run; says so if nothing does."""
         places = active_places(self.config.offload, self.root_device, is_fitting=is_fitting)
-        if is_fitting and self.config.offload is not None and not any(places):
-            announce_nothing(self.config.offload)
+        if is_fitting and self.config.offload is not None:
+            announce_nothing(self.config.offload, self.root_device)
         return places
+
+    @property
+    def parking_place(self) -> str | None:
+        """Where optimizer state rests while a fit evaluates: "cpu", "nvme" or None."""
+        return active_places(
+            self.config.offload, self.root_device, is_fitting=True, is_parking=True
+        ).states
 
     def shards_weights(self, places: OffloadPlaces) -> bool:
         """Whether every rank holds only its shard of the model weights."""
@@ -90,9 +97,7 @@ class OffloadingStrategy(CheckpointingStrategy):
     @contextlib.contextmanager
     def parked_states(self) -> Iterator[None]:
         """Inside, optimizer state rests where ``OffloadConfig.optimizer`` says. Every rank."""
-        place, config = None, self.config.offload
-        if self.engine is not None and config is not None:
-            place = active_places(config, self.root_device, is_fitting=True, is_parking=True).states
+        place, config = self.parking_place, self.config.offload
         if place is None or self.engine is None or config is None:
             yield
             return

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -220,7 +220,7 @@ class ZeroStrategy(OffloadingStrategy):
             self.model = self._layer_sync.apply(self.model)
         places = self.offload_places(is_fitting=is_fitting)
         is_sharded = self.shards_weights(places)
-        has_offload = any(places)
+        has_offload = any(places) or (is_fitting and self.parking_place is not None)
         has_engine = (self.world_size > 1 or has_offload) and (is_fitting or is_sharded)
         self.precision_plugin.prepare(
             self.model, self.root_device, is_trained_whole=is_fitting and not has_engine
@@ -418,7 +418,7 @@ class ZeroStrategy(OffloadingStrategy):
         try:
             if engine is not None:
                 self._held.close()
-                engine.close(gather=self.config.gather_after_fit and not self._is_interrupted())
+                engine.close(gather=self.config.gather_after_fit and not self.is_interrupted())
         finally:
             self.close_parking()
             if self._collectives.watch is not None:
@@ -426,10 +426,6 @@ class ZeroStrategy(OffloadingStrategy):
             if engine is not None and self.root_device.type == "cpu":
                 allocator.release_freed_memory()
             super().teardown()
-
-    def _is_interrupted(self) -> bool:
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

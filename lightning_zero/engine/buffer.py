@@ -205,8 +205,9 @@ class FlatBuffer:
             self.replace_shard(HeldShard(master))
 
     def detach_shard(self) -> None:
-        """Give the shard memory of its own, so that ``full`` can be freed."""
+        """Give the shard memory of its own, here or elsewhere, so that ``full`` can be freed."""
         self.is_sharded = True
+        self.settle()
         if not self.owns_shard:
             with self.shard.use() as shard:
                 self.replace_shard(HeldShard(shard.clone()))

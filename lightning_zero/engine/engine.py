@@ -164,9 +164,9 @@ class ZeroEngine:
         """Leave a new buffer what it has at rest, before the next one is made."""
         if self.placements.weight is Placement.SHARDED:
             buffer.detach_shard()
-        buffer.settle()
-        if self.placements.weight is Placement.SHARDED:
             buffer.free()
+        else:
+            buffer.settle()
 
     def _place_weights(self) -> Weights:
         if self.placements.weight is Placement.SHARDED:

@@ -97,13 +97,18 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int, int]]] = {
 }
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saves"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_bad_disk_ends_every_rank(name: str, world_size: int, tmp_path: Path) -> None:
+def test_a_bad_disk_ends_every_rank(
+    name: str, world_size: int, saves: bool, tmp_path: Path
+) -> None:
     options, fault = CASES[name]
+    callbacks = [OnExceptionCheckpoint(tmp_path, "half")] if saves else []
     outcomes = run_on_ranks(
-        fail, world_size, tmp_path, options, fault, [], expect_failure=True, timeout=60
+        fail, world_size, tmp_path, options, fault, callbacks, expect_failure=True, timeout=60
     )
+    assert not (tmp_path / "half.ckpt").exists()
     for outcome in outcomes:
         end = outcome.value
         assert end is not None, outcome.traceback
