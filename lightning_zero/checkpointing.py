@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from lightning_zero.checkpoint.packing import gather_whole, pack, read_all, unpa
 from lightning_zero.checkpoint.random_state import set_random_states
 from lightning_zero.engine.optimizer import driver_of, parameters_of
 from lightning_zero.engine.optimizer_state import export_state, shard_state
+from lightning_zero.errors import OffloadError, PeerFailedError, RankMismatchError
 from lightning_zero.precision import ZeroPrecision
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from lightning_zero.comm.collectives import Collectives
     from lightning_zero.config import ZeroConfig
     from lightning_zero.engine.engine import ZeroEngine
+
+
+_BREAKS = (OffloadError, PeerFailedError, RankMismatchError)
 
 
 class CheckpointingStrategy(DDPStrategy):
@@ -52,19 +58,20 @@ class CheckpointingStrategy(DDPStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    # -- saving
-
-    @contextlib.contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """If saving fails while an exception is handled, Lightning gets no further; the other ranks
-        have to hear of it all the same.
+    @property
+    def _is_broken(self) -> bool:
+        """Whether a failure is being handled after which the ranks can not act together, or what
+        they hold is no whole step.
         """
-        try:
-            yield
-        except Exception as error:
-            if self._collectives.watch is not None and self.is_interrupted():
-                self._collectives.watch.report_failure(error)
-            raise
+        return self.is_interrupted() and isinstance(sys.exc_info()[1], _BREAKS)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, unless they can not come any more."""
+        if not self._is_broken:
+            super().barrier(*args, **kwargs)
+
+    # -- saving
 
     def check_checkpoint_folders(self, trainer: Trainer) -> None:
         """Refuse places where checkpoints could not be saved, before anything is trained."""
@@ -78,7 +85,9 @@ class CheckpointingStrategy(DDPStrategy):
         """The module's state dict, in which sharded parameters stand for their values."""
         if self.engine is None:
             return super().lightning_module_state_dict()
-        with self._telling_others(), self.engine.sharded_state():
+        if self._is_broken:
+            return {}
+        with self.engine.sharded_state():
             return super().lightning_module_state_dict()
 
     @override
@@ -90,22 +99,23 @@ class CheckpointingStrategy(DDPStrategy):
         driver = driver_of(optimizer)
         if driver is None:
             return super().optimizer_state(optimizer)
-        with self._telling_others():
-            if self.config.save_format == "sharded":
-                return shard_state(driver)
-            return export_state(driver, is_wanted=self.is_global_zero)
+        if self._is_broken:
+            return {}
+        if self.config.save_format == "sharded":
+            return shard_state(driver)
+        return export_state(driver, is_wanted=self.is_global_zero)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint, to rank 0's path. Collective."""
-        with self._telling_others():
-            self._save(checkpoint, filepath, storage_options)
+        """Write a checkpoint, to rank 0's path. Collective.
 
-    def _save(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
-    ) -> None:
+        Nothing is written while a failure is handled that leaves the ranks apart.
+        """
+        if self._is_broken:
+            warnings.warn(f"'{filepath}' is not saved: {sys.exc_info()[1]}", stacklevel=2)
+            return
         path = self._collectives.all_gather_object(str(filepath), f"saving '{filepath}'")[0]
         if "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, run_state.KEY: self._run_state()}

@@ -22,7 +22,7 @@ ALLOWED = {
     "offload_devices": {"comm", "config", "engine", "errors", "offload"},
     "offloading": {"checkpointing", "config", "engine", "offload_devices"},
     "callbacks": {"config", "engine", "strategy"},
-    "checkpointing": {"checkpoint", "comm", "config", "engine", "precision"},
+    "checkpointing": {"checkpoint", "comm", "config", "engine", "errors", "precision"},
     "strategy": {
         "allocator",
         "comm",
