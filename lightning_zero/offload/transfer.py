@@ -21,6 +21,7 @@ from lightning_zero.pending import Pending
 
 _SLOT_BYTES = 8 << 20
 _NUM_SLOTS = 3
+_MAX_DOWNLOADS = 3
 
 
 class Transfers:
@@ -45,7 +46,7 @@ class Transfers:
         self._down: Any = torch.cuda.Stream(device) if self._is_cuda else None
         self._slots: deque[tuple[Tensor, Any]] = deque()
         self._slots_lock = threading.Lock()  # weights are uploaded while others are being stepped
-        self._reading: deque[tuple[Any, Tensor]] = deque()
+        self._reading: deque[tuple[Any, Tensor, Tensor]] = deque()
 
     @property
     def is_on_host(self) -> bool:
@@ -132,9 +133,11 @@ class Transfers:
             same = source.to(target.dtype)
             target.copy_(same, non_blocking=target.is_pinned())
             event = self._down.record_event()
-        while self._reading and self._reading[0][0].query():
-            self._reading.popleft()
-        self._reading.extend([(event, source), (event, same)])
+        self._reading.append((event, source, same))
+        # a device that computes faster than it sends must not fill its memory with what waits
+        reading = self._reading
+        while reading and (len(reading) > _MAX_DOWNLOADS or reading[0][0].query()):
+            reading.popleft()[0].synchronize()
         return Pending(event.synchronize)
 
     def close(self) -> None:
