@@ -94,7 +94,7 @@ class Regression(Recording):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return F.mse_loss(self.net(x).float(), y) * self.loss_scale
+        return F.mse_loss(self.net(x).float(), y.float()) * self.loss_scale
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
