@@ -32,7 +32,7 @@ from lightning_zero.pending import Pending
 if TYPE_CHECKING:
     from lightning_zero.engine.optimizer import OptimizerDriver
 
-_IN_FLIGHT = 4
+_IN_FLIGHT = 3
 """Flat buffers that are being read, stepped or about to be stepped at the same time."""
 
 _BUNDLE_BYTES = 8 << 20

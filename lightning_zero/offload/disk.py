@@ -31,7 +31,7 @@ class Disk(OffloadDevice):
     name = "nvme"
 
     def __init__(
-        self, folder: Path, staging_bytes: int, num_threads: int = 8, *, use_direct: bool = True
+        self, folder: Path, staging_bytes: int, num_threads: int = 4, *, use_direct: bool = True
     ) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")

@@ -20,8 +20,8 @@ from tests.support.offload import strategy
 from tests.support.runs import make_trainer
 
 SECONDS = 0.02
-NET = partial(mlp, 7, 13, 11, 9, 12, 10, 8, 14, 15, 9, 11, 5)
-LAST = "'net.20'"
+NET = partial(mlp, 7, 13, 11, 9, 5)
+LAST = "'net.6'"
 
 
 class Move(NamedTuple):
