@@ -106,8 +106,7 @@ class OffloadingStrategy(CheckpointingStrategy):
             self._parking = open_offload(
                 config, OffloadPlaces(place, None), self.root_device, self._collectives, needed
             )
-        assert self._parking.states is not None
-        with parked_states(self.engine, self._parking.states):
+        with parked_states(self.engine, self._parking):
             yield
 
     def close_parking(self) -> None:

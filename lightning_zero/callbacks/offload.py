@@ -89,14 +89,11 @@ class OffloadCallback(Callback):
         if counts is None:
             return
         cost, self._before = counts - self._before, counts
-        hidden = (
-            max(0.0, 1.0 - cost.exposed_seconds / cost.busy_seconds) if cost.busy_seconds else 1.0
-        )
         pl_module.log_dict(
             {
                 "offload/moved_bytes": float(cost.moved_bytes),
                 "offload/exposed_seconds": cost.exposed_seconds,
-                "offload/overlap": hidden,
+                "offload/overlap": cost.overlap,
             }
         )
 

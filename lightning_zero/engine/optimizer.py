@@ -335,7 +335,6 @@ class OptimizerDriver:
         """
         self._is_closed = True
         if keeps_state:
-            self.wait()
             self.bring_back_state()
         for segment in self.segments:
             segment.param.grad = None
@@ -347,12 +346,12 @@ class OptimizerDriver:
 
     def bring_back_state(self) -> None:
         """Have all state in memory of its own, where the segments are."""
-        resting, self.resting_state = self.resting_state, None
+        resting = self.resting_state
         if resting is None:
             return
         for buffer in self.buffers:
             segments = self.segments_of(buffer)
-            with resting.loaded(buffer, segments):
+            with self.state_of(buffer):
                 copies = {
                     segment: {
                         key: value.to(segment.param.device, copy=True)
@@ -364,6 +363,7 @@ class OptimizerDriver:
             for segment, entries in copies.items():
                 if entries:
                     self.inner.state[segment.param].update(entries)
+        self.resting_state = None
         resting.forget()
 
 

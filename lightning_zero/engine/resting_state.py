@@ -7,8 +7,7 @@ slab per flat buffer, name and dtype, at the place that the segment has in the s
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -72,15 +71,6 @@ class RestingState:
                     slab.start_store()
                 else:
                     slab.release()
-
-    @contextlib.contextmanager
-    def loaded(self, buffer: FlatBuffer, segments: Sequence[Segment]) -> Iterator[None]:
-        """Inside, the state of a buffer's segments is in memory, to be read."""
-        self.load(buffer, segments)
-        try:
-            yield
-        finally:
-            self.store(buffer, segments, is_changed=False)
 
     def _put(self, buffer: FlatBuffer, key: str, value: Tensor, segment: Segment) -> None:
         slabs = self._slabs[buffer]

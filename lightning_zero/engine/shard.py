@@ -31,11 +31,6 @@ class Shard(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def device(self) -> torch.device:
-        """Of the tensor that :meth:`use` gives."""
-
-    @property
-    @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes that it takes where the model computes; 0 if it rests elsewhere."""
 
@@ -59,7 +54,9 @@ class Shard(abc.ABC):
 
     @contextlib.contextmanager
     def use(self, *, write: bool = False) -> Iterator[Tensor]:
-        """The content, on :attr:`device`; ``write``: it is going to be changed."""
+        """The content, in the memory of the device or of the host; ``write``: it is going to be
+        changed.
+        """
         self.step.wait()
         tensor = self.open()
         try:
@@ -84,11 +81,6 @@ class HeldShard(Shard):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel(), tensor.dtype)
         self.tensor = tensor
-
-    @property
-    def device(self) -> torch.device:
-        """See the base class."""
-        return self.tensor.device
 
     @property
     def nbytes(self) -> int:
@@ -120,11 +112,6 @@ class RestingShard(Shard):
         self._tensor: Tensor | None = None
         self._num_uses = 0
         self._is_changed = False
-
-    @property
-    def device(self) -> torch.device:
-        """See the base class."""
-        return torch.device("cpu")
 
     @property
     def nbytes(self) -> int:

@@ -264,8 +264,8 @@ class _Step:
         job.grad.close(is_changed=self._factor is not None and self._offload.scales_in_place)
         if not self._is_delayed:
             job.published = job.buffer.publish(shard, self._after)
-        for segment in job.active:
-            if job.buffer.places.shard is not None:
+        if job.buffer.places.shard is not None:
+            for segment in job.active:
                 segment.param.data = shard.new_empty(0)
         job.buffer.shard.close(is_changed=True)
 
