@@ -1,11 +1,12 @@
 """One dtype, one storage, many parameters.
 
 [Note: who owns storage] A :class:`FlatBuffer` owns ``full``, a 1-D tensor over the flat buffer of a
-unit, and ``shard``, this rank's slice of it. ``full`` keeps *one* Storage for life: tensors that
-autograd saved for backward are views of it, so the memory is given back with ``resize_(0)`` and
-taken again with ``resize_(n)``, and the views are right again once it has been gathered. The views
-in ``ParamHandle.view`` are made once. Whoever frees the memory first puts the placeholder into
-``param.data``.
+unit, and ``shard``, this rank's slice of it. Memory is dropped, never emptied: a gather takes new
+memory, and to free it means to let go of it, so whatever somebody still holds (a state dict, a
+closure, a traceback, what a checkpointed block has saved) stays alive with the values of its time.
+What autograd saves for backward would hold all weights from forward to backward; it is remembered
+by its place instead ([Note: how a unit is noticed]). ``ParamHandle.view`` is made anew by every
+gather. Whoever frees the memory first puts the placeholder into ``param.data``.
 
  - replicated weights: ``full`` always has its memory and ``shard`` is a view of it;
  - sharded weights: ``shard`` has memory of its own and ``full`` has memory only while the unit is
@@ -69,7 +70,8 @@ class ParamHandle:
             all other times.
         buffer, index: the flat buffer and the slot in it.
         stride: the strides with which it lies there.
-        view: its full value as a view of ``buffer.full``, with the parameter's shape and strides.
+        view: its full value as a view of ``buffer.full``, with the parameter's shape and strides;
+            without memory (on the meta device) while the full value is not there.
         placeholder: what ``param.data`` is while the full value is not there.
     """
 
@@ -162,9 +164,9 @@ class FlatBuffer:
             collectives.broadcast(initial, f"the initial weights of {name}")
         self._own = self.layout.shard_range(self.rank)
         self.full = initial.to(self.dtype)
-        self._full_nbytes = self.full.untyped_storage().nbytes()
-        for handle, slot in zip(self.handles, self.layout.slots, strict=True):
-            handle.view = handle.strided(self.full, slot.offset)
+        self.nbytes = self.full.untyped_storage().nbytes()
+        self._place_views(self.full)
+        for handle in self.handles:
             handle.set_data(handle.view)
         self.shard: Shard = HeldShard(self.own_slice)
         self.model: Shard | None = None
@@ -181,11 +183,6 @@ class FlatBuffer:
     def rank(self) -> int:
         """This process's rank among those that share the buffer."""
         return self._collectives.rank
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole buffer when it is gathered."""
-        return self._full_nbytes
 
     @property
     def own_slice(self) -> Tensor:
@@ -244,23 +241,23 @@ class FlatBuffer:
         self.shard.free()
         self.shard, self.owns_shard = shard, True
 
+    def _place_views(self, flat: Tensor) -> None:
+        for handle, slot in zip(self.handles, self.layout.slots, strict=True):
+            handle.view = handle.strided(flat, slot.offset)
+
     def allocate(self) -> None:
-        """Give ``full`` its memory; the content is undefined until it has been gathered."""
-        self.full.untyped_storage().resize_(self._full_nbytes)
+        """Give ``full`` new memory; the content is undefined until it has been gathered."""
+        # what inference mode makes could not be saved for backward if it is kept for training
+        with torch.inference_mode(False):
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            self._place_views(self.full)
 
     def free(self) -> None:
-        """Take the memory of ``full`` away; parameters become placeholders."""
+        """Let go of the memory of ``full``; parameters become placeholders."""
         for handle in self.handles:
             handle.set_data(handle.placeholder)
-        try:
-            self.full.untyped_storage().resize_(0)
-        except (
-            RuntimeError
-        ):  # somebody has made a numpy array of it, which fixes the memory: leave it to them
-            self.full = torch.empty_like(self.full)
-            self.full.untyped_storage().resize_(0)
-            for handle, slot in zip(self.handles, self.layout.slots, strict=True):
-                handle.view = handle.strided(self.full, slot.offset)
+        self._place_views(torch.empty(self.layout.numel, dtype=self.dtype, device="meta"))
+        self.full = self.full.new_empty(0)
 
     def give_back(self) -> None:
         """Give every parameter its full value in host memory of its own, as in a plain module.
@@ -282,9 +279,6 @@ class FlatBuffer:
         self._drop()
 
     def _drop(self) -> None:
-        if self.is_sharded:
-            # replicated weights may be held by somebody else, and are freed with the last holder
-            self.full.untyped_storage().resize_(0)
         self.full = self.full.new_empty(0)
         self.shard.free()
         if self.model is not None:

@@ -21,11 +21,13 @@ from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.calls import ModuleCalls
 from lightning_zero.engine.checks import check_module
 from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
+from lightning_zero.engine.full_params import held
 from lightning_zero.engine.grads import GradReducer
-from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks, watch_saved_tensors
+from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks
 from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.optimizer import OptimizerDriver
 from lightning_zero.engine.placement import Placement, placements_of
+from lightning_zero.engine.saved_tensors import SavedTensors
 from lightning_zero.engine.units import MAX_UNIT_BYTES, UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
 
@@ -109,6 +111,9 @@ class ZeroEngine:
         for unit in self.units:
             unit.guard()
         by_param = {handle.param: unit for handle, unit in self._unit_of.items()}
+        is_sharded = self.placements.weight is Placement.SHARDED
+        self.saved = SavedTensors(self) if is_sharded else None
+        self.is_closed = False
         self._hooks = attach_module_hooks(module, self, by_param)
         self._has_grad_hook: set[ParamHandle] = set()
         self._backward_is_open = False
@@ -185,8 +190,9 @@ class ZeroEngine:
             self.publish_delayed()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.calls.step())
-            if isinstance(self.weights, ShardedWeights) and is_training:
-                stack.enter_context(watch_saved_tensors(self, self.weights.by_storage))
+            if self.saved is not None:
+                self.saved.reset()
+                stack.callback(self.saved.reset)
             yield
         if not is_training:
             self._release_weights()
@@ -195,23 +201,16 @@ class ZeroEngine:
         """The unit of a parameter; None if another engine holds it."""
         return self._unit_of.get(handle)
 
-    def enter(self, unit: ZeroUnit) -> bool:
-        """A module call that uses ``unit`` begins. Returns whether its inputs should be watched."""
+    def enter(self, unit: ZeroUnit) -> None:
+        """A module call that uses ``unit`` begins."""
         self.access.flush()
         in_backward = _in_backward()
         is_outermost = not unit.pins
         self.weights.enter(unit, UnitPhase.BACKWARD if in_backward else UnitPhase.FORWARD)
-        if not is_outermost:
-            return False
-        if in_backward:
+        if is_outermost and in_backward:
             unit.is_recomputed = True
-        else:
+        elif is_outermost:
             unit.num_calls += 1
-        return (
-            self.weights.has_storage_of_its_own
-            and torch.is_grad_enabled()
-            and not unit.is_trainable
-        )
 
     def need_in_backward(self, unit: ZeroUnit) -> None:
         """A tensor of a gathered unit is needed by a node of the backward."""
@@ -256,10 +255,9 @@ class ZeroEngine:
             # parts
             is_final = not unit.is_recomputed or unit.num_calls <= 1
             self.grads.add(handle, grad, is_final=is_final)
-            if all(
-                bucket.arrived >= bucket.expected
-                for bucket in map(self.grads.buckets.__getitem__, unit.buffers)
-            ):
+            buckets = map(self.grads.buckets.__getitem__, unit.buffers)
+            has_arrived = all(bucket.arrived >= bucket.expected for bucket in buckets)
+            if has_arrived and not unit.has_frozen:
                 self.weights.done(unit)
 
     def end_backward(self) -> None:
@@ -269,10 +267,12 @@ class ZeroEngine:
         self._backward_is_open = False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.grads.end_backward()
-        self._release_weights()
+        self._release_weights(drops_graphs=False)  # another backward of the same graph may follow
 
-    def _release_weights(self) -> None:
+    def _release_weights(self, *, drops_graphs: bool = True) -> None:
         self.access.flush()
+        for unit in self.units if drops_graphs else ():
+            unit.is_in_graph = False
         self.weights.release_all()
         for unit in self.units:
             unit.num_calls, unit.is_recomputed = 0, False
@@ -414,36 +414,14 @@ class ZeroEngine:
 
     # -- full parameters
 
-    @contextlib.contextmanager
-    def full_params(self, module: nn.Module, *, write: bool) -> Iterator[None]:
+    def full_params(self, module: nn.Module, *, write: bool) -> AbstractContextManager[None]:
         """See :func:`lightning_zero.full_params`. Collective."""
-        handles = [
-            entry[0] for entry in map(guard.handle_of, module.parameters()) if entry is not None
-        ]
-        units = {self._unit_of[handle]: None for handle in handles}
+        entries = [guard.handle_of(param) for param in module.parameters()]
+        handles = [entry[0] for entry in entries if entry is not None]
+        units = list({self._unit_of[handle]: None for handle in handles})
         self.access.flush()
-        for unit in units:
-            self.weights.enter(unit, UnitPhase.BACKWARD if _in_backward() else UnitPhase.FORWARD)
-            unit.num_holds += 1
-        versions = {unit: unit.current_versions() for unit in units}
-        try:
-            yield
-            changed = [h.fqn for unit in units for h in unit.changed_since(versions[unit])]
-            if changed and not write:
-                raise RuntimeError(
-                    f"Parameters were changed inside `full_params(module)`: {', '.join(changed)}."
-                    f" Pass `write=True`."
-                )
-            if write:
-                with torch.no_grad():
-                    for handle in handles:
-                        self.weights.adopt(handle)
-        finally:
-            for unit in units:
-                unit.versions = unit.current_versions()
-                unit.num_holds -= 1
-                self.weights.leave(unit)
-                self.weights.done(unit)
+        phase = UnitPhase.BACKWARD if _in_backward() else UnitPhase.FORWARD
+        return held(self.weights, units, phase, handles if write else None)
 
     # -- the end
 
@@ -454,9 +432,12 @@ class ZeroEngine:
         With ``gather=False`` nothing is communicated, and parameters whose values are not all here
         become unusable.
         """
+        self.is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self.saved is not None:
+            self.saved.reset()
         try:
             self._settle(gather=gather)
             for unit in self.units:

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from lightning_zero.engine.buffer import ParamHandle
+from lightning_zero.engine.transforms import outside_of_transforms
 from lightning_zero.errors import ShardedParameterError
 
 _METADATA_METHODS = frozenset(
@@ -309,9 +311,10 @@ def _unguarded(value: Tensor) -> Tensor:
 
 
 def _hand_out(handle: ParamHandle, access: ParamAccess) -> Tensor:
-    value = access.read(handle)
-    if access.is_in_place(handle):
-        value = value.detach()
+    with outside_of_transforms():
+        value = access.read(handle)
+        if access.is_in_place(handle):
+            value = value.detach()
     access.track(handle, value)
     return value
 
@@ -332,11 +335,12 @@ def _operate(
             in_place.append((handle, access))
             return leaf
         if id(leaf) not in used:
-            value = (
-                _ReadParameter.apply(leaf, handle, access)  # type: ignore[no-untyped-call]
-                if needs_grad and leaf.requires_grad
-                else access.read(handle)
-            )
+            with outside_of_transforms():
+                value = (
+                    _ReadParameter.apply(leaf, handle, access)  # type: ignore[no-untyped-call]
+                    if needs_grad and leaf.requires_grad
+                    else access.read(handle)
+                )
             used[id(leaf)] = _Use(handle, access, value, value._version, value.grad_fn)
         return used[id(leaf)].value
 
@@ -347,9 +351,19 @@ def _operate(
         for alias in _aliases(result, handle.view):
             if alias is not handle.param:
                 access.track(handle, alias)
+    is_writer = _may_write(func, name, kwargs)
     for use in used.values():
-        result = _after(use, result)
+        result = _after(use, result, is_writer=is_writer)
     return result
+
+
+def _may_write(func: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation may change what it is given without counting versions up: fused
+    optimizers do, and operations that others have registered need not declare it.
+    """
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return not str(func).startswith("aten.")
+    return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
 
 
 class _Use(NamedTuple):
@@ -362,9 +376,9 @@ class _Use(NamedTuple):
     grad_fn: Any
 
 
-def _after(use: _Use, result: Any) -> Any:
+def _after(use: _Use, result: Any, *, is_writer: bool) -> Any:
     handle, access, value, version, grad_fn = use
-    if value._version != version:
+    if is_writer or value._version != version:
         if value.grad_fn is not grad_fn:  # autograd has recorded the change
             raise RuntimeError(
                 f"Parameter '{handle.fqn}' is a leaf that requires grad and can not be changed in"
@@ -386,5 +400,6 @@ def _aliases(result: Any, value: Tensor) -> list[Tensor]:
         for leaf in pytree.tree_leaves(result)
         if isinstance(leaf, Tensor)
         and leaf.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
         and leaf.untyped_storage()._cdata == storage
     ]

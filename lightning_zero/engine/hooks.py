@@ -2,18 +2,19 @@
 
 [Note: how a unit is noticed] Every module whose own parameters, or all of whose parameters, belong
 to a unit has a forward pre-hook and a forward hook; the first says that the unit is needed and the
-second that this call is over. In backward, tensors that autograd
-saved are the witnesses: while a step runs, a saved-tensor hook marks those that live in a gathered
-unit, and unpacking one brings the unit back. That needs no knowledge of what modules return, and
-works for hidden outputs, gradient penalties and custom functions alike. A unit whose parameters get
-no gradients is released when the gradients of its inputs have been computed.
+second that this call is over. In backward, the weights that autograd saved are the witnesses
+([Note: saved weights]): unpacking one brings its unit back. That needs no knowledge of what modules
+return, and works for hidden outputs, gradient penalties and custom functions alike. A unit all of
+whose parameters are trained is released when their gradients have arrived; others make way when
+their place in the window is needed.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +23,36 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.guard import handle_of
+from lightning_zero.engine.transforms import outside_of_transforms, tracer
 from lightning_zero.engine.units import ZeroUnit
+from lightning_zero.errors import ShardedParameterError
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copy of the module."""
+class _Shed:
+    """What a hook is in a copy of the module until it has been taken out of it."""
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
 
 
-def _make_nothing() -> Callable[..., None]:
-    return _nothing
+class _Shedder:
+    """Lives as long as the memo of a deep copy and takes our hooks out of what was copied."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[dict[int, Any], int]] = []
+
+    def __del__(self) -> None:
+        for hooks, key in self.places:
+            hooks.pop(key, None)
 
 
 class _ModuleHook:
-    """A hook on one module that does nothing in copies of it.
+    """A hook on one module, which its copies do without.
 
     Holds the engine and the module weakly.
     """
@@ -48,55 +63,86 @@ class _ModuleHook:
             self._act
         )  # compiled modules break their graph here
 
-    def __call__(self, module: nn.Module, *args: Any) -> Any:
-        return self._act_uncompiled(module, *args)
+    @property
+    def __name__(self) -> str:
+        # the one thing that TorchScript asks before it fails to compile the hook
+        raise AttributeError(
+            "a module that is being trained by ZeroStrategy has hooks that TorchScript can not"
+            " compile. Script a copy, which has none: torch.jit.script(copy.deepcopy(module))"
+        )
 
-    def _act(self, module: nn.Module, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _nothing
+    def __deepcopy__(self, memo: dict[Any, Any]) -> _Shed:
+        shedder = memo.setdefault(_Shedder, _Shedder())
+        module = self._module()
+        for hooks in () if module is None else (module._forward_pre_hooks, module._forward_hooks):
+            copied = memo.get(id(hooks))
+            if copied is not None:
+                shedder.places += [(copied, key) for key, hook in hooks.items() if hook is self]
+        return _Shed()
 
     def __reduce__(self) -> Any:
-        return _make_nothing, ()
+        return _Shed, ()
 
-    def _engine_for(self, module: nn.Module) -> ZeroEngine | None:
-        return self._engine() if module is self._module() else None
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        engine = self._engine() if module is self._module() else None
+        if engine is None or self._is_traced(engine):
+            return None
+        return self._act_uncompiled(engine, module, *args)
+
+    def _act(self, engine: ZeroEngine, module: nn.Module, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def _is_traced(self, engine: ZeroEngine) -> bool:
+        """Whether a tool records this call; it needs weights that are there for good."""
+        tool = None if engine.saved is None else tracer()
+        if tool is None:
+            return False
+        if not all(unit.num_holds for unit in self._units):
+            raise ShardedParameterError(
+                f"{tool} came to a module whose weights are sharded ({self._units[0].name}), and"
+                " can not record how they are gathered. Call it inside"
+                " `lightning_zero.full_params(module)` on every rank, or use stage 2."
+            )
+        return True
 
 
 class _Enter(_ModuleHook):
-    def _act(self, module: nn.Module, *args: Any) -> Any:
-        engine = self._engine_for(module)
-        if engine is None:
-            return None
+    def _act(self, engine: ZeroEngine, module: nn.Module, *args: Any) -> Any:
         engine.calls.enter()
-        watched = [unit for unit in self._units if engine.enter(unit)]
-        return watch_inputs(engine, watched, *args) if watched else None
+        with outside_of_transforms():
+            for unit in self._units:
+                engine.enter(unit)
+        if engine.saved is not None:
+            engine.saved.enter(module, self._units)
+        return None
 
 
 class _Leave(_ModuleHook):
-    def _act(self, module: nn.Module, *args: Any) -> Any:
-        engine = self._engine_for(module)
-        if engine is None:
-            return None
+    def _act(self, engine: ZeroEngine, module: nn.Module, *args: Any) -> Any:
         output = args[-1]
-        if engine.weights.has_storage_of_its_own:
+        if engine.saved is not None:
+            if output is None:  # as it is after an exception
+                engine.saved.explain(sys.exc_info()[1], module)
+            engine.saved.leave()
             output = keep_no_views(engine.weights.by_storage, module, output)
-        for unit in self._units:
-            engine.weights.leave(unit)
+        with outside_of_transforms():
+            for unit in self._units:
+                engine.weights.leave(unit)
         return engine.calls.leave(output)
 
 
-def keep_no_views(by_storage: dict[int, ZeroUnit], module: nn.Module, output: Any) -> Any:
+def keep_no_views(by_storage: Container[int], module: nn.Module, output: Any) -> Any:
     """Replace views of gathered weights that outlive the call by (differentiable) copies.
 
     They are looked for in the output and in the attributes of the module: a module may return
-    ``self.table[:n]`` or leave ``self.weight.t()`` on itself, and the unit's memory will be freed.
+    ``self.table[:n]`` or leave ``self.weight.t()`` on itself, and would hold the memory of a unit.
     """
 
     def is_view(value: Any) -> bool:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return False  # inside of a transform nothing is freed
         if isinstance(value, nn.Parameter) and handle_of(value) is not None:
             return False
         return value.untyped_storage().data_ptr() in by_storage
@@ -111,40 +157,6 @@ def keep_no_views(by_storage: dict[int, ZeroUnit], module: nn.Module, output: An
     if isinstance(output, Tensor) or output is None:
         return own(output)
     return pytree.tree_map(own, output)
-
-
-def watch_inputs(
-    engine: ZeroEngine, units: list[ZeroUnit], args: Any, kwargs: Any
-) -> tuple[Any, Any] | None:
-    """Pass inputs that require grad as aliases whose gradient tells that the backward of the units
-    has passed.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    watched = [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not watched:
-        return None
-    missing = len(watched)
-    engine_ref = weakref.ref(engine)
-    for unit in units:
-        unit.open_inputs += 1
-
-    def on_grad(grad: Tensor) -> None:
-        nonlocal missing
-        missing -= 1
-        engine = engine_ref()
-        if missing or engine is None:
-            return
-        for unit in units:
-            unit.open_inputs -= 1
-            if unit.open_inputs <= 0:
-                engine.weights.done(unit)
-
-    for i in watched:
-        leaves[i] = leaves[i].view_as(leaves[i])
-        leaves[i].register_hook(on_grad)
-    return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
 
 
 def attach_module_hooks(
@@ -180,44 +192,3 @@ def attach_grad_hook(handle: ParamHandle, engine: ZeroEngine) -> RemovableHandle
     with torch._C.DisableTorchFunctionSubclass():
         hook: RemovableHandle = handle.param.register_post_accumulate_grad_hook(take)
     return hook
-
-
-class _Saved(NamedTuple):
-    unit: ZeroUnit | None
-    tensor: Tensor
-    version: int
-
-
-def watch_saved_tensors(
-    engine: ZeroEngine, by_storage: dict[int, ZeroUnit]
-) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which tensors saved for backward remember the gathered unit they live in."""
-
-    def pack(tensor: Tensor) -> _Saved:
-        with torch._C.DisableTorchFunctionSubclass():
-            unit = None
-            entry = handle_of(tensor) if isinstance(tensor, nn.Parameter) else None
-            if entry is not None:  # a parameter itself, perhaps a placeholder at the moment
-                unit = engine.unit_of(entry[0])
-            elif tensor.layout is torch.strided:
-                unit = by_storage.get(tensor.untyped_storage().data_ptr())
-            # without detaching, an output saved by its own node would keep itself alive
-            kept = tensor if tensor.grad_fn is None else tensor.detach()
-            return _Saved(unit, kept, tensor._version)
-
-    def unpack(saved: _Saved) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            if (
-                saved.tensor._version != saved.version
-            ):  # autograd leaves this check to whoever installs such hooks
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an"
-                    " inplace operation:"
-                    f" {tuple(saved.tensor.shape)} is at version {saved.tensor._version};"
-                    f" expected version {saved.version}"
-                )
-            if saved.unit is not None:
-                engine.need_in_backward(saved.unit)
-            return saved.tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

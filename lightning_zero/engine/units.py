@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,9 @@ class ZeroUnit:
         buffers: their flat buffers.
         pins: how many module calls are using it right now; it is not freed while there are any.
         num_holds: how many of the pins are `full_params` contexts, which outlast the end of a step.
+        is_in_graph: autograd may have saved parameters themselves, in a `full_params` context or a
+            transform of `torch.func`; not freed before the next step.
         is_gathering: a gather has been started and not been waited for.
-        open_inputs: calls of a unit without gradients of its own whose backward has not passed yet.
         num_calls, is_recomputed: module calls since the last backward, and whether this backward
             has called modules again.
         versions: version counters of the parameters when the unit was gathered; a change is a write
@@ -81,8 +83,8 @@ class ZeroUnit:
         ]
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.pins = self.num_holds = 0
+        self.is_in_graph = False
         self.is_gathering = False
-        self.open_inputs = 0
         self.num_calls = 0
         self.is_recomputed = False
         self.versions: list[int] = []
@@ -114,9 +116,15 @@ class ZeroUnit:
         return any(buffer.owns_shard for buffer in self.buffers)
 
     @property
-    def is_trainable(self) -> bool:
-        """Whether any parameter requires a gradient at the moment."""
-        return any(handle.param.requires_grad for handle in self.handles)
+    def is_held(self) -> bool:
+        """Whether its weights have to stay where they are."""
+        return self.pins > 0 or self.is_in_graph
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether any parameter requires no gradient at the moment."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not all(handle.param.requires_grad for handle in self.handles)
 
     def wait(self) -> None:
         """Wait for the gathers of all buffers."""
@@ -145,6 +153,13 @@ class ZeroUnit:
                 if handle.param._version != version
                 or handle.param.data_ptr() != handle.view.data_ptr()
             ]
+
+    @property
+    def num_uses(self) -> int:
+        """How many hold the tensors behind the parameters, graphs of autograd among them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            params: list[Any] = [handle.param for handle in self.handles]
+            return sum(param._use_count() for param in params)
 
     def current_versions(self) -> list[int]:
         """The version counters of the parameters."""

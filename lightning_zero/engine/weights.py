@@ -28,8 +28,8 @@ class Weights(abc.ABC):
     (replicated).
     """
 
-    by_storage: dict[int, ZeroUnit]
-    """The units whose gathered weights will be freed, by the address of their memory."""
+    by_storage: dict[int, tuple[ZeroUnit, FlatBuffer]]
+    """What is gathered and will be freed, by the address of its memory."""
 
     def __init__(self, units: Sequence[ZeroUnit]) -> None:
         self.units = units
@@ -179,8 +179,8 @@ class ShardedWeights(Weights):
     it, and units that will probably follow are prefetched. Units that are not in use are freed,
     least recently used first, as soon as another one needs their place in the window. So the last
     units of the forward are still there when the backward begins. In backward a unit is freed when
-    all its gradients have arrived. The unit in use and the one after it are allowed beyond the
-    window.
+    all its gradients have arrived, and one with frozen weights as in forward. The unit in use and
+    the one after it are allowed beyond the window.
     """
 
     has_storage_of_its_own = True
@@ -212,17 +212,16 @@ class ShardedWeights(Weights):
 
     def done(self, unit: ZeroUnit) -> None:
         """See the base class."""
-        if unit in self._gathered and not unit.pins and not unit.is_gathering:
+        if unit in self._gathered and not unit.is_held and not unit.is_gathering:
             self._free(unit)
 
     def release_all(self) -> None:
         """See the base class."""
         for unit in self.units:
             unit.pins = unit.num_holds
-            unit.open_inputs = 0
             if unit.num_holds:
                 continue
-            if unit in self._gathered:
+            if unit in self._gathered and not unit.is_held:
                 self._free(unit)
             unit.guard()
         self._schedule.restart()
@@ -276,14 +275,16 @@ class ShardedWeights(Weights):
         for unit in list(self._gathered):
             if self.gathered_bytes + nbytes <= self.window_bytes:
                 return
-            if not (unit.pins or unit.phase is UnitPhase.BACKWARD or unit in keep):
+            # no gradient tells when the backward has passed frozen weights: they can come back
+            is_due = unit.phase is UnitPhase.BACKWARD and not unit.has_frozen
+            if not (unit.is_held or is_due or unit in keep):
                 self._free(unit)
 
     def _start(self, unit: ZeroUnit) -> None:
         for buffer in unit.buffers:
             buffer.allocate()
             buffer.start_gather()
-            self.by_storage[buffer.full.untyped_storage().data_ptr()] = unit
+            self.by_storage[buffer.full.untyped_storage().data_ptr()] = unit, buffer
         unit.is_gathering = True
         self._gathered[unit] = None
         self.gathered_bytes += unit.nbytes

@@ -21,7 +21,9 @@ def live_bytes() -> int:
     sizes = {}
     for candidate in gc.get_objects():
         # type() rather than isinstance(): a proxy must not be woken
-        if issubclass(type(candidate), Tensor) and candidate.layout is torch.strided:
+        if not issubclass(type(candidate), Tensor) or candidate.layout is not torch.strided:
+            continue
+        if candidate.device.type != "meta":  # which has no memory
             with torch._C.DisableTorchFunctionSubclass():
                 storage = candidate.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
