@@ -24,8 +24,7 @@ from lightning_zero.checkpoint.folder import is_folder, read_meta, remove_folder
 from lightning_zero.checkpoint.foreign import foreign_kind
 from lightning_zero.checkpoint.packing import gather_whole, pack, read_all, unpack
 from lightning_zero.checkpoint.random_state import set_random_states
-from lightning_zero.engine.optimizer import driver_of, parameters_of
-from lightning_zero.engine.optimizer_state import export_state, shard_state
+from lightning_zero.engine.driven import driver_of, parameters_of
 from lightning_zero.errors import OffloadError, PeerFailedError, RankMismatchError
 from lightning_zero.precision import ZeroPrecision
 
@@ -101,9 +100,8 @@ class CheckpointingStrategy(DDPStrategy):
             return super().optimizer_state(optimizer)
         if self._is_broken:
             return {}
-        if self.config.save_format == "sharded":
-            return shard_state(driver)
-        return export_state(driver, is_wanted=self.is_global_zero)
+        is_sharded = self.config.save_format == "sharded"
+        return driver.state.to_save(is_wanted=self.is_global_zero, is_sharded=is_sharded)
 
     @override
     def save_checkpoint(
@@ -182,9 +180,12 @@ class CheckpointingStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers, each rank its shards."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if driver_of(optimizer) is None:
+            driver = driver_of(optimizer)
+            if driver is None:
                 optimizer.load_state_dict(read_all(state))
                 _optimizer_to_device(optimizer, self.root_device)
+            elif driver.state.has_own_format("load_state_dict"):
+                optimizer.load_state_dict(read_all(state))
             else:
                 optimizer.load_state_dict(state)
         self._saved_run = checkpoint.get(run_state.KEY, {})

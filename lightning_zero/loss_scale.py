@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_zero.engine.optimizer import driver_of
+from lightning_zero.engine.driven import driver_of
 from lightning_zero.errors import LossScaleError
 
 _MAX_FP32 = torch.finfo(torch.float32).max

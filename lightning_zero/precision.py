@@ -35,8 +35,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.config import PrecisionPolicy
+from lightning_zero.engine.driven import driver_of
 from lightning_zero.engine.dtypes import named_in
-from lightning_zero.engine.optimizer import driver_of
 from lightning_zero.loss_scale import LossScaler, loss_scaler_like
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from lightning_zero.comm.collectives import Collectives, SingleRank
 from lightning_zero.comm.groups import collectives_for, default_store
 from lightning_zero.comm.watch import open_sockets
 from lightning_zero.config import MEBIBYTE, ZeroConfig
+from lightning_zero.engine.driven import check_methods, driver_of, parameters_of
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
-from lightning_zero.engine.optimizer import parameters_of, release_optimizer
+from lightning_zero.engine.optimizer import release_optimizer
 from lightning_zero.engine.probe import check_element_wise, check_steps_in_parts
 from lightning_zero.errors import ZeroError
 from lightning_zero.offload_devices import OffloadPlaces, announce
@@ -252,6 +253,7 @@ class ZeroStrategy(OffloadingStrategy):
         ]
         for optimizer in driven:
             release_optimizer(optimizer)
+            check_methods(optimizer)
             check_element_wise(optimizer)
             if any(places):
                 check_steps_in_parts(optimizer)
@@ -425,7 +427,13 @@ class ZeroStrategy(OffloadingStrategy):
                 self._collectives.watch.stop()
             if engine is not None and self.root_device.type == "cpu":
                 allocator.release_freed_memory()
-            super().teardown()
+            # what is driven has its state in shards, which are nobody's to move
+            optimizers = self._optimizers
+            self._optimizers = [o for o in optimizers if driver_of(o) is None]
+            try:
+                super().teardown()
+            finally:
+                self._optimizers = optimizers
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

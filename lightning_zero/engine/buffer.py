@@ -401,23 +401,31 @@ class FlatBuffer:
 
     def gather_one(self, handle: ParamHandle, shard: Shard, what: str) -> Tensor:
         """One parameter's full value from a tensor that is laid out like ``shard``, in memory of
-        its own.
+        its own. Collective.
+        """
+        if not len(self.own_range(handle)):
+            return self.gather_pieces(handle, None, shard.dtype, what)
+        with shard.use() as held:
+            return self.gather_pieces(handle, self.own_piece(handle, held), shard.dtype, what)
 
-        Collective.
+    def gather_pieces(
+        self, handle: ParamHandle, own_piece: Tensor | None, dtype: torch.dtype, what: str
+    ) -> Tensor:
+        """A tensor of a parameter's shape and strides, in memory of its own, from this rank's
+        elements of it (1-D; None if it has none) and the others'. Collective.
         """
         slot = self.layout.slots[handle.index]
         shape = handle.placeholder.shape
         # no view of something else: autograd treats views that a function returns differently
-        value = torch.empty_strided(shape, handle.stride, dtype=shard.dtype, device=self.device)
+        value = torch.empty_strided(shape, handle.stride, dtype=dtype, device=self.device)
         flat = value.as_strided((slot.numel,), (1,))
         ranges = [
             OwnedRange(piece.rank, piece.start - slot.offset, piece.stop - slot.offset)
             for piece in self.layout.pieces(handle.index)
         ]
         own = self.own_range(handle)
-        if len(own):
-            with shard.use() as held:
-                flat[own.start : own.stop].copy_(self.own_piece(handle, held))
+        if own_piece is not None:
+            flat[own.start : own.stop].copy_(own_piece)
         label = f"{what} of parameter '{handle.fqn}'"
         self._collectives.start_gather_ranges(flat, ranges, label, self.index).wait()
         return value

@@ -1,27 +1,28 @@
-"""The user's optimizer, stepping shards.
+"""The driver that steps shards behind a user's optimizer.
 
-[Note: what becomes of the user's optimizer] The object, its ``param_groups`` with the module's own
-parameters, its type and its schedulers stay. Its class becomes a subclass whose ``step``,
-``zero_grad``, ``add_param_group``, ``state_dict`` and ``load_state_dict`` talk to an
-:class:`OptimizerDriver`. The driver owns an *inner* optimizer of the original class, with the same
-attributes, whose parameters are segments of this rank's shards. Before a step the hyper-parameters
-of the groups are copied to the inner groups, and what the step changed in them is copied back.
+It owns the *segments*, pieces of this rank's shards that the optimizer steps as its parameters, and
+their state, both in an *inner* optimizer of the user's class. A step of what is in memory is run by
+the user's own object, whose groups and state are those of the segments meanwhile
+([Note: what becomes of the user's optimizer]); offloaded segments are stepped by the inner one
+([Note: the offloaded step]).
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.driven import DRIVER, drive, driver_of, overrides, unhooked
 from lightning_zero.engine.guard import handle_of
-from lightning_zero.engine.optimizer_state import export_state, import_state
+from lightning_zero.engine.optimizer_state import import_state
 from lightning_zero.engine.resting_state import RestingState
 from lightning_zero.engine.segments import (
     Segment,
@@ -32,13 +33,13 @@ from lightning_zero.engine.segments import (
     runs,
 )
 from lightning_zero.engine.stepping import OffloadedStep
+from lightning_zero.engine.user_state import UserState
 from lightning_zero.offload.host import HostMemory
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
-_DRIVER = "_zero_driver"
-_classes: dict[type, type] = {}
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerDriver:
@@ -67,16 +68,11 @@ class OptimizerDriver:
             if offload.states is not None and not isinstance(offload.states, HostMemory):
                 self.resting_state = RestingState(self.inner.state, offload.states)
         self._signature: list[list[int]] = []
-        initial = {cast(nn.Parameter, p): state for p, state in user.state.items() if state}
-        user.state = defaultdict(dict)
+        initial = dict(user.state)
         self._build()
-        if initial:
-            import_state(self, initial)
-        user.__dict__.pop("step", None)  # schedulers wrap it; ours tells them itself
-        # gradients are unscaled here, never by a fused kernel
-        user.__dict__.pop("_step_supports_amp_scaling", None)
-        user.__dict__[_DRIVER] = self
-        user.__class__ = _driven_class(self.plain_class)
+        import_state(self, initial)
+        self.state = UserState(self)
+        drive(user, self)
 
     # -- building
 
@@ -144,7 +140,7 @@ class OptimizerDriver:
             handle.param.requires_grad for handle in buffer.handles
         )
 
-    def handle_of(self, param: nn.Parameter) -> ParamHandle | None:
+    def handle_of(self, param: Tensor) -> ParamHandle | None:
         """The handle of one of the optimizer's parameters; None if it is not the module's."""
         return self._by_param.get(id(param))
 
@@ -169,8 +165,8 @@ class OptimizerDriver:
 
     # -- what the user's optimizer does
 
-    def step(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        """One step of the shards.
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of the shards, with the arguments of the user's ``step``.
 
         Collective: the first use of the updated weights waits for the other ranks.
         """
@@ -180,22 +176,97 @@ class OptimizerDriver:
                 " more. Start another run with `trainer.fit`, or make a new optimizer over the"
                 " module's parameters."
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.engine.before_step()
-        self._refresh()
-        active, stepped = self._active_segments(), self._stepped_handles()
-        is_delayed = False
-        if self._offloaded is None:
-            self._step_in_place(active, kwargs)
-        else:
-            self.publish()
-            is_delayed = self._offloaded.start(active, kwargs)
-            self._due = {handle.buffer: None for handle in stepped if is_delayed}
+        closure = args[0] if args else kwargs.get("closure")
+        method = self.plain_class.step
+        if self._offloaded is not None and inspect.isfunction(method):
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_elsewhere({k: v for k, v in kwargs.items() if k != "closure"})
+            return loss
+        return self._step_here(unhooked(method), closure, args, kwargs)
+
+    def _step_elsewhere(self, kwargs: Any) -> None:
+        assert self._offloaded is not None
+        active, stepped = self._prepare()
+        self.publish()
+        is_delayed = self._offloaded.start(active, kwargs)
+        self._due = {handle.buffer: None for handle in stepped if is_delayed}
         self.engine.after_step(stepped, is_published=not is_delayed)
-        return loss
+
+    def _step_here(
+        self, method: Callable[..., Any], closure: Callable[[], Any] | None, args: Any, kwargs: Any
+    ) -> Any:
+        """Run the user's own step on its object, whose parameters are the segments meanwhile."""
+        active: list[Segment] = []
+        stepped: list[ParamHandle] | None = None
+        with contextlib.ExitStack() as swapped:
+
+            def prepare() -> None:
+                nonlocal stepped
+                active[:], stepped = self._prepare()
+                self._attach_gradients(active)
+                swapped.enter_context(self._as_segments())
+
+            def run_closure() -> Any:
+                swapped.close()
+                assert closure is not None
+                with torch.enable_grad():
+                    loss = closure()
+                prepare()
+                return loss
+
+            if closure is None:
+                prepare()
+            else:  # its backward brings the gradients that are stepped
+                swapped.enter_context(self._as_segments())
+                args, kwargs = _with_closure(run_closure, args, kwargs)
+            try:
+                result = method(self.user, *args, **kwargs)
+                dropped = [segment for segment in active if segment.param.grad is None]
+            finally:
+                for segment in self.segments:
+                    segment.param.grad = None
+        if stepped is None:
+            return result  # it has not called its closure
+        self.engine.after_step(stepped)
+        if active and len(dropped) == len(active):  # the step has ended with `zero_grad`
+            self.engine.grads.zero(self.handles, set_to_none=True)
+        return result
+
+    def _prepare(self) -> tuple[list[Segment], list[ParamHandle]]:
+        """Have gradients, groups and state as they are to be stepped. Collective.
+
+        Returns the segments with gradients and the parameters that some rank will update; those are
+        the same on all ranks.
+        """
+        self.engine.before_step()
+        self.state.flush()
+        self.refresh()
+        active, stepped = self._active_segments(), self._stepped_handles()
+        self.state.view.invalidate()
+        return active, stepped
+
+    @contextlib.contextmanager
+    def _as_segments(self) -> Iterator[None]:
+        """Inside, the user's object is a plain optimizer of the segments and of their state."""
+        user = self.user
+        params = [group["params"] for group in user.param_groups]
+        hidden = {key: user.__dict__[key] for key in _STEP_HOOKS if key in user.__dict__}
+        driven_class, groups = type(user), list(user.param_groups)
+        for group, inner in zip(groups, self.inner.param_groups, strict=True):
+            group["params"] = inner["params"]
+        user.__dict__.update({key: OrderedDict() for key in _STEP_HOOKS}, state=self.inner.state)
+        user.__class__ = self.plain_class
+        try:
+            yield
+        finally:
+            user.__class__ = driven_class
+            self.inner.state = user.state
+            user.__dict__.update(hidden, state=self.state.view)
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
 
     def publish(self) -> None:
         """Bring an update that is delayed to the model weights. Collective."""
@@ -203,16 +274,6 @@ class OptimizerDriver:
             self._offloaded.publish()
             buffers, self._due = self._due, {}
             self.engine.weights.start_refresh(buffers)
-
-    def _step_in_place(self, active: list[Segment], kwargs: Any) -> None:
-        try:
-            self._attach_gradients(active)
-            self._sync_groups()
-            self.inner.step(**kwargs)
-            self.sync_groups_back()
-        finally:
-            for segment in self.segments:
-                segment.param.grad = None
 
     def _active_segments(self) -> list[Segment]:
         """The segments whose parameters have gradients."""
@@ -241,18 +302,24 @@ class OptimizerDriver:
         buckets = self.engine.grads.buckets
         return [handle for handle in self.handles if buckets[handle.buffer].has_grad[handle.index]]
 
-    def _sync_groups(self) -> None:
-        for inner, group in zip(self.inner.param_groups, self.user.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
+    def sync_attributes(self) -> None:
+        """Have the inner optimizer as the user's is, its groups apart."""
+        self.inner.__dict__.update(_own_attributes(self.user))
 
-    def sync_groups_back(self) -> None:
-        """Take over what a step has changed in the groups."""
+    def sync_back(self) -> None:
+        """Take over what a step of the inner optimizer has changed in it and in its groups."""
+        self.user.__dict__.update(_own_attributes(self.inner))
         for inner, group in zip(self.inner.param_groups, self.user.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of this optimizer's parameters."""
-        self._refresh()
+        """Drop or zero the gradients of this optimizer's parameters, by the user's own method if
+        the class has one: it looks at every gradient, which gathers them (collective).
+        """
+        if overrides(self.plain_class, "zero_grad"):
+            self.plain_class.zero_grad(self.user, set_to_none)
+            return
+        self.refresh()
         self.engine.grads.zero(self.handles, set_to_none=set_to_none)
         for group in self.user.param_groups:
             for param in group["params"]:
@@ -261,40 +328,15 @@ class OptimizerDriver:
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group of parameters, e.g. after unfreezing them."""
+        self.state.flush()
         self.plain_class.add_param_group(self.user, group)
         self._build()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Have segments for what is in the user's groups now."""
         lacks_master = any(map(self._lacks_master, self.buffers))
         if lacks_master or self._signature != self._current_signature():
             self._build()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The full state in the optimizer's ordinary format, on every rank. Collective."""
-        return export_state(self, is_wanted=True)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a full state in the optimizer's ordinary format."""
-        groups, saved = self.user.param_groups, state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
-            raise ValueError(
-                f"The loaded optimizer state has parameter groups of"
-                f" {[len(g['params']) for g in saved]} parameters,"
-                f" the optimizer has {[len(g['params']) for g in groups]}."
-            )
-        state = {}
-        for group, loaded in zip(groups, saved, strict=True):
-            for param, index in zip(group["params"], loaded["params"], strict=True):
-                if index in state_dict["state"]:
-                    state[param] = state_dict["state"][index]
-            group.update({key: value for key, value in loaded.items() if key != "params"})
-        self._refresh()
-        self.wait()
-        self.inner.state.clear()
-        if self.resting_state is not None:
-            self.resting_state.forget()
-        import_state(self, state)
-        self._sync_groups()
 
     # -- the rest
 
@@ -379,68 +421,33 @@ def inner_optimizer(user: Optimizer) -> Optimizer:
     return inner
 
 
-def driver_of(optimizer: Any) -> OptimizerDriver | None:
-    """The driver of an optimizer, or of Lightning's wrapper around it."""
-    return getattr(optimizer, _DRIVER, None)
-
-
-def _driven_class(plain: type) -> type:
-    if plain not in _classes:
-        _classes[plain] = type(
-            plain.__name__,
-            (_Driven, plain),
-            {"__module__": plain.__module__, "__qualname__": plain.__qualname__},
-        )
-    return _classes[plain]
-
-
-class _Driven:
-    """Overrides of a driven optimizer.
-
-    ``self`` may be Lightning's wrapper, which passes attribute reads on.
-    """
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        driver: OptimizerDriver = getattr(self, _DRIVER)
-        user = driver.user
-        user._opt_called = True  # type: ignore[attr-defined]  # LRScheduler looks for it
-        for hook in list(user._optimizer_step_pre_hooks.values()):
-            hook(user, (closure,), kwargs)
-        loss = driver.step(closure, **kwargs)
-        for hook in list(user._optimizer_step_post_hooks.values()):
-            hook(user, (closure,), kwargs)
-        return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        getattr(self, _DRIVER).zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        getattr(self, _DRIVER).add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = getattr(self, _DRIVER).state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        getattr(self, _DRIVER).load_state_dict(state_dict)
-
-
 def release_optimizer(optimizer: Optimizer) -> None:
     """Make an optimizer that an earlier run has driven a plain one again, with its full state.
     Collective if it was driven.
     """
     driver = driver_of(optimizer)
     if driver is not None:
-        state = driver.state_dict()
-        optimizer.__dict__.pop(_DRIVER)
+        state = driver.state.plain()
+        optimizer.__dict__.pop(DRIVER)
         if "_step_supports_amp_scaling" in driver.inner.__dict__:
             optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.__class__ = driver.plain_class
-        optimizer.load_state_dict(state)
+        optimizer.state = state
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a user's class keeps on its objects, besides groups, state and hooks."""
+    return {
+        key: value
+        for key, value in optimizer.__dict__.items()
+        if key not in ("state", "param_groups", "step", DRIVER)
+        and not key.startswith("_optimizer_")
+        and key != "_step_supports_amp_scaling"
+    }
+
+
+def _with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with another closure."""
+    return ((closure, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": closure})

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
-from lightning_zero.engine.segments import is_per_element, own_slot_pieces, runs, same_value
+from lightning_zero.engine.segments import (
+    Segment,
+    is_per_element,
+    own_slot_pieces,
+    runs,
+    same_value,
+)
 
 if TYPE_CHECKING:
     from lightning_zero.engine.optimizer import OptimizerDriver
@@ -44,31 +52,32 @@ class StateShard:
 
         Only while the state of the buffer is in memory (:meth:`OptimizerDriver.state_of`).
         """
-        for segment in self.driver.segments:
-            if segment.buffer is self.handle.buffer and self.handle.index in segment.slots:
-                start, stop = own_slot_pieces(segment.buffer)[self.handle.index]
-                value: Tensor = self.driver.inner.state[segment.param][self.key]
-                return value[start - segment.start : stop - segment.start]
-        return None
+        segment = segment_of(self.driver, self.handle)
+        if segment is None:
+            return None
+        start, stop = own_slot_pieces(segment.buffer)[self.handle.index]
+        value: Tensor = self.driver.inner.state[segment.param][self.key]
+        return value[start - segment.start : stop - segment.start]
 
 
-def shard_state(driver: OptimizerDriver) -> dict[str, Any]:
-    """The state in the format of ``Optimizer.state_dict``, with a :class:`StateShard` for every
-    tensor of a parameter's shape. Collective.
+def shard_state(driver: OptimizerDriver) -> dict[ParamHandle, dict[str, Any]]:
+    """The state by parameter, with a :class:`StateShard` for every tensor of a parameter's shape.
+    Collective.
     """
     described = _describe(driver)
-    full: dict[ParamHandle, dict[str, Any]] = {}
-    for handle in driver.handles:
-        entries = described.get((handle.buffer.index, handle.index), {})
-        full[handle] = {
+    return {
+        handle: {
             key: StateShard(driver, handle, key, value) if isinstance(value, torch.dtype) else value
-            for key, value in entries.items()
+            for key, value in described.get((handle.buffer.index, handle.index), {}).items()
         }
-    return _pack(driver, full)
+        for handle in driver.handles
+    }
 
 
-def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
-    """The full state in the format of ``Optimizer.state_dict``. Collective.
+def full_state(
+    driver: OptimizerDriver, *, is_wanted: bool = True
+) -> dict[ParamHandle, dict[str, Any]]:
+    """The full state by parameter. Collective.
 
     Args:
         driver: the driver.
@@ -80,7 +89,90 @@ def export_state(driver: OptimizerDriver, *, is_wanted: bool) -> dict[str, Any]:
     for buffer in {handle.buffer: None for handle in driver.handles}:
         with driver.state_of(buffer):
             full.update(_gather_buffer(driver, buffer, described, is_wanted))
-    return _pack(driver, full)
+    return full
+
+
+def present_state(driver: OptimizerDriver) -> list[ParamHandle]:
+    """The parameters that have state on some rank. Collective."""
+    described = _describe(driver)
+    return [h for h in driver.handles if (h.buffer.index, h.index) in described]
+
+
+def read_state(driver: OptimizerDriver, handle: ParamHandle) -> dict[str, Any]:
+    """The full state of one parameter, in memory of its own. Collective."""
+    buffer = handle.buffer
+    with driver.state_of(buffer):
+        segment = segment_of(driver, handle)
+        state = {} if segment is None else driver.inner.state.get(segment.param, {})
+        own = {
+            key: value.dtype
+            if segment is not None and is_per_element(value, segment)
+            else copy.deepcopy(_on_cpu(value))
+            for key, value in state.items()
+        }
+        label = f"the optimizer state of parameter '{handle.fqn}'"
+        every = driver.engine.collectives.all_gather_object(own, label)
+        found: dict[str, Any] = dict(next((entries for entries in every if entries), {}))
+        for key, value in found.items():
+            if isinstance(value, torch.dtype):
+                piece = None
+                if segment is not None:
+                    start, stop = own_slot_pieces(buffer)[handle.index]
+                    piece = state[key][start - segment.start : stop - segment.start]
+                found[key] = buffer.gather_pieces(handle, piece, value, f"'{key}'")
+    return found
+
+
+def segment_of(driver: OptimizerDriver, handle: ParamHandle) -> Segment | None:
+    """The segment with this rank's elements of a parameter; None if it has none."""
+    for segment in driver.segments:
+        if segment.buffer is handle.buffer and handle.index in segment.slots:
+            return segment
+    return None
+
+
+def replace_state(driver: OptimizerDriver, handle: ParamHandle, entries: dict[str, Any]) -> None:
+    """Set the state of one parameter from full entries, the same on every rank. Local.
+
+    A segment is cut only where entries come, go or differ from those of its other parameters.
+    """
+    segment = segment_of(driver, handle)
+    if segment is None:
+        return
+    with driver.state_of(handle.buffer, write=True):
+        state = driver.inner.state.get(segment.param, {})
+        if len(segment.slots) > 1 and not _fits(state, entries, segment, handle):
+            alone = {slot: slot == handle.index for slot in segment.slots}
+            parts = driver.split(segment, runs(segment.slots, alone))
+            segment = next(part for part in parts if handle.index in part.slots)
+            state = driver.inner.state.get(segment.param, {})
+        if not _fits(state, entries, segment, handle):
+            driver.inner.state.pop(segment.param, None)
+            by_handle = {handle: entries}
+            local = {name: _local(name, v, segment, by_handle) for name, v in entries.items()}
+            if local:
+                driver.inner.state[segment.param] = local
+            return
+        buffer, where = handle.buffer, handle.buffer.own_range(handle)
+        start, stop = own_slot_pieces(buffer)[handle.index]
+        for key, value in entries.items():
+            if is_per_element(state[key], segment):
+                mine = state[key][start - segment.start : stop - segment.start]
+                mine.copy_(buffer.flatten(handle, value.detach())[where.start : where.stop])
+
+
+def _fits(
+    state: dict[str, Any], entries: dict[str, Any], segment: Segment, handle: ParamHandle
+) -> bool:
+    """Whether full entries can be put into a segment's as they are."""
+    shape = handle.placeholder.shape
+    return list(state) == list(entries) and all(
+        value.dtype == entries[key].dtype
+        if is_per_element(value, segment) and _is_full(key, entries[key], shape)
+        else not is_per_element(value, segment)
+        and same_value(_on_cpu(value), _on_cpu(entries[key]))
+        for key, value in state.items()
+    )
 
 
 def _describe(driver: OptimizerDriver) -> dict[tuple[int, int], dict[str, Any]]:
@@ -142,25 +234,7 @@ def _gather_buffer(
     return full
 
 
-def _pack(driver: OptimizerDriver, full: dict[ParamHandle, dict[str, Any]]) -> dict[str, Any]:
-    state: dict[int, Any] = {}
-    groups, index = [], 0
-    for group in driver.user.param_groups:
-        packed = {key: value for key, value in group.items() if key != "params"}
-        packed["params"] = list(range(index, index + len(group["params"])))
-        for param in group["params"]:
-            handle = driver.handle_of(param)
-            entries = (
-                full.get(handle, {}) if handle is not None else driver.inner.state.get(param, {})
-            )
-            if entries:
-                state[index] = dict(entries)
-            index += 1
-        groups.append(packed)
-    return {"state": state, "param_groups": groups}
-
-
-def import_state(driver: OptimizerDriver, state: dict[nn.Parameter, dict[str, Any]]) -> None:
+def import_state(driver: OptimizerDriver, state: Mapping[Any, dict[str, Any]]) -> None:
     """Give the segments their parts of full states; segments whose parameters differ in scalar
     entries are cut.
     """

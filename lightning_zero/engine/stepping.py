@@ -94,6 +94,8 @@ class OffloadedStep:
         if factor is not None:  # there when `after` has passed
             factor = factor.to("cpu", non_blocking=True)
         after = self._offload.transfers.barrier()
+        if not self._is_torchs:
+            self._driver.sync_attributes()
         step = _Step(self._driver, jobs, groups, factor, kwargs, self._offload, after, is_delayed)
         for bundle in self._bundles(jobs):
             done = self._offload.runner.submit(step.run(bundle))
@@ -102,7 +104,7 @@ class OffloadedStep:
         self._offload.runner.submit(step.run_rest)
         if not self._is_torchs:
             self._offload.runner.wait()
-            self._driver.sync_groups_back()
+            self._driver.sync_back()
         if is_delayed:
             self._unpublished += jobs
         return is_delayed
