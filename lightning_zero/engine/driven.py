@@ -10,7 +10,6 @@ times ``state`` shows full tensors ([Note: the state that users see]). ``state_d
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -130,7 +129,11 @@ def _reduce(self: Any, proto: Any) -> Any:
     driver: OptimizerDriver = getattr(self, DRIVER)
     state = driver.user.__getstate__()
     state["state"] = driver.state.plain()
-    return copyreg.__newobj__, (driver.plain_class,), state  # type: ignore[attr-defined]
+    return _new, (driver.plain_class,), state
+
+
+def _new(plain: Any) -> Any:
+    return plain.__new__(plain)
 
 
 _METHODS: dict[str, Any] = {

@@ -199,6 +199,7 @@ class OptimizerDriver:
         self, method: Callable[..., Any], closure: Callable[[], Any] | None, args: Any, kwargs: Any
     ) -> Any:
         """Run the user's own step on its object, whose parameters are the segments meanwhile."""
+        self.state.take_replaced()
         active: list[Segment] = []
         stepped: list[ParamHandle] | None = None
         with contextlib.ExitStack() as swapped:
