@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import safetensors_format
 from lightning_zero.checkpoint.checksum import BLOCK
+from lightning_zero.checkpoint.containers import children, mapped
 from lightning_zero.checkpoint.failures import CheckpointError, some
 from lightning_zero.checkpoint.files import memory_of, sync
 from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
@@ -134,19 +134,12 @@ class _Source:
 
 def _replaced(value: Any, replace: Callable[[str], Any]) -> Any:
     """A copy in which every placeholder has been replaced; what has none stays itself."""
-    name = placeholder(value)
-    if name is not None:
-        return replace(name)
-    copy = value
-    if isinstance(value, dict):
-        entries = {key: _replaced(entry, replace) for key, entry in value.items()}
-        if any(entries[key] is not value[key] for key in value):
-            copy = OrderedDict(entries) if isinstance(value, OrderedDict) else entries
-    elif type(value) in (list, tuple):
-        items = [_replaced(entry, replace) for entry in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            copy = type(value)(items)
-    return copy
+
+    def new(leaf: Any) -> Any:
+        name = placeholder(leaf)
+        return leaf if name is None else replace(name)
+
+    return mapped(value, new)
 
 
 def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) -> list[Path]:
@@ -188,12 +181,10 @@ def _match(meta: Any, written: Any, found: dict[str, Tensor]) -> None:
     name = placeholder(meta)
     if name is not None:
         found[name] = written
-    elif isinstance(meta, dict):
-        for key, entry in meta.items():
-            _match(entry, written[key], found)
-    elif type(meta) in (list, tuple):
-        for entry, other in zip(meta, written, strict=True):
-            _match(entry, other, found)
+        return
+    others = dict(children(written))
+    for place, child in children(meta):
+        _match(child, others[place], found)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

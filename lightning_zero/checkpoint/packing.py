@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_zero.checkpoint import run_state
+from lightning_zero.checkpoint.containers import mapped, with_children
 from lightning_zero.checkpoint.hyper_parameters import safe_hyper_parameters
 from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
 from lightning_zero.checkpoint.loading import load_from
@@ -66,10 +67,10 @@ class _Packer:
 
     def pack(self, checkpoint: dict[str, Any]) -> Packed:
         meta = dict(checkpoint)
-        meta["state_dict"] = {
-            key: self._put(f"{MODEL}{key}", value) if isinstance(value, Tensor) else value
-            for key, value in checkpoint.get("state_dict", {}).items()
-        }
+        state_dict = checkpoint.get("state_dict", {})
+        weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+        places = {key: self._put(f"{MODEL}{key}", value) for key, value in weights.items()}
+        meta["state_dict"] = with_children(state_dict, places)
         if "optimizer_states" in checkpoint:
             meta["optimizer_states"] = [
                 self._optimizer(number, state)
@@ -299,12 +300,9 @@ def unpack(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
                 if name not in made:
                     made[name] = SavedTensor.of(folder, name)
                 return made[name]
-            return type(value)((key, walk(item)) for key, item in value.items())
-        if type(value) in (list, tuple):
-            return type(value)(walk(item) for item in value)
         return value
 
-    return cast(dict[str, Any], walk(meta))
+    return cast(dict[str, Any], mapped(meta, walk))
 
 
 def gather_whole(
@@ -314,11 +312,15 @@ def gather_whole(
 
     Only ranks that want them keep any; the others take part and get None in their place.
     """
-    found = {
-        handle: None
-        for leaf in pytree.tree_leaves(checkpoint)
-        if isinstance(leaf, nn.Parameter) and (handle := _handle(leaf)) is not None
-    }
+    found: dict[ParamHandle, None] = {}
+
+    def note(leaf: Any) -> Any:
+        handle = _handle(leaf) if isinstance(leaf, nn.Parameter) else None
+        if handle is not None:
+            found[handle] = None
+        return leaf
+
+    mapped(checkpoint, note)
     values = {} if engine is None else engine.full_values(found, is_wanted=is_wanted)
 
     def whole(leaf: Any) -> Any:
@@ -328,7 +330,7 @@ def gather_whole(
         handle = _handle(leaf) if isinstance(leaf, nn.Parameter) else None
         return leaf if handle is None else values.get(handle)
 
-    return cast(dict[str, Any], pytree.tree_map(whole, checkpoint))
+    return cast(dict[str, Any], mapped(checkpoint, whole))
 
 
 def _handle(param: nn.Parameter) -> ParamHandle | None:
