@@ -19,10 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import run_state
-from lightning_zero.checkpoint.failures import CheckpointError
+from lightning_zero.checkpoint.encoding import decode
+from lightning_zero.checkpoint.failures import CheckpointError, together
 from lightning_zero.checkpoint.folder import is_folder, read_meta, remove_folder, save_folder
 from lightning_zero.checkpoint.foreign import foreign_kind
-from lightning_zero.checkpoint.packing import gather_whole, pack, read_all, unpack
+from lightning_zero.checkpoint.lazy import read_all, unpack, unread
+from lightning_zero.checkpoint.loading_code import looked_at
+from lightning_zero.checkpoint.packing import gather_whole, pack
 from lightning_zero.checkpoint.random_state import set_random_states
 from lightning_zero.engine.driven import driver_of, parameters_of
 from lightning_zero.errors import OffloadError, PeerFailedError, RankMismatchError
@@ -78,6 +81,15 @@ class CheckpointingStrategy(DDPStrategy):
         for place in (*places, trainer.default_root_dir):
             if place is not None and self.config.save_format == "sharded":
                 _folder_path(str(place))
+        if (
+            self.config.save_format == "sharded"
+            and type(self.checkpoint_io) is not TorchCheckpointIO
+        ):
+            raise MisconfigurationException(
+                f"With save_format='sharded' every rank writes to the folder itself, and the"
+                f" {type(self.checkpoint_io).__name__} would never be called. Remove the plugin, or"
+                " pass ZeroStrategy(save_format='full')."
+            )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -119,8 +131,18 @@ class CheckpointingStrategy(DDPStrategy):
             checkpoint = {**checkpoint, run_state.KEY: self._run_state()}
         if self.config.save_format == "full":
             whole = gather_whole(checkpoint, self.engine, is_wanted=self.is_global_zero)
-            super().save_checkpoint(whole, path, storage_options=storage_options)
+            write = super().save_checkpoint
+            together(
+                self._collectives,
+                f"writing checkpoint '{path}'",
+                lambda: write(whole, path, storage_options=storage_options),
+            )
             return
+        if storage_options is not None:
+            raise TypeError(
+                "`storage_options` are for a CheckpointIO, and with save_format='sharded' every"
+                " rank writes to the folder itself. Leave them out, or use save_format='full'."
+            )
         packed = pack(checkpoint, self._param_names(), is_writer=self.is_global_zero)
         info = {
             "step": checkpoint.get("global_step"),
@@ -173,7 +195,7 @@ class CheckpointingStrategy(DDPStrategy):
                 loaded: dict[str, Any] = torch.load(
                     path, map_location="cpu", mmap=True, weights_only=weights_only
                 )
-                return loaded
+                return decode(loaded)  # type: ignore[no-any-return]  # one that was a folder
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override
@@ -181,14 +203,13 @@ class CheckpointingStrategy(DDPStrategy):
         """Load the states of all optimizers, each rank its shards."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             driver = driver_of(optimizer)
+            if driver is not None and not driver.state.has_own_format("load_state_dict"):
+                optimizer.load_state_dict(unread(state))
+                continue
+            optimizer.load_state_dict(read_all(state))
             if driver is None:
-                optimizer.load_state_dict(read_all(state))
                 _optimizer_to_device(optimizer, self.root_device)
-            elif driver.state.has_own_format("load_state_dict"):
-                optimizer.load_state_dict(read_all(state))
-            else:
-                optimizer.load_state_dict(state)
-        self._saved_run = checkpoint.get(run_state.KEY, {})
+        self._saved_run = unread(checkpoint.get(run_state.KEY, {}))
         self._restore_random_states()
 
     def _restore_random_states(self) -> None:
@@ -225,10 +246,12 @@ class CheckpointingStrategy(DDPStrategy):
         """Load full weights, whether the module is sharded at the moment or not."""
         assert self.lightning_module is not None
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        plugin = self.precision_plugin
+        plugin, state = self.precision_plugin, unread(checkpoint["state_dict"])
         if self.engine is None and is_fitting and isinstance(plugin, ZeroPrecision):
-            plugin.prepare_load(self.lightning_module, checkpoint["state_dict"])
-        super().load_model_state_dict(checkpoint, strict=strict)
+            plugin.prepare_load(self.lightning_module, state)
+        for key in looked_at(self.lightning_module, state):
+            state[key] = checkpoint["state_dict"][key]
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
 
 
 def _not_ours(path: Path) -> Exception:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import safetensors_format
 from lightning_zero.checkpoint.checksum import BLOCK
-from lightning_zero.checkpoint.containers import children, mapped
 from lightning_zero.checkpoint.failures import CheckpointError, some
 from lightning_zero.checkpoint.files import memory_of, sync
 from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
 from lightning_zero.checkpoint.loading import load_from
 from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_meta
 from lightning_zero.checkpoint.safetensors_format import Entry
+from lightning_zero.checkpoint.tree import rebuilt
 from lightning_zero.checkpoint.workplace import Workplace, clean
 
 # What Lightning leaves out of a checkpoint with `save_weights_only=True`.
@@ -135,11 +135,11 @@ class _Source:
 def _replaced(value: Any, replace: Callable[[str], Any]) -> Any:
     """A copy in which every placeholder has been replaced; what has none stays itself."""
 
-    def new(leaf: Any) -> Any:
-        name = placeholder(leaf)
-        return leaf if name is None else replace(name)
+    def change(item: Any) -> Any:
+        name = placeholder(item)
+        return NotImplemented if name is None else replace(name)
 
-    return mapped(value, new)
+    return rebuilt(value, change)
 
 
 def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) -> list[Path]:
@@ -181,10 +181,12 @@ def _match(meta: Any, written: Any, found: dict[str, Tensor]) -> None:
     name = placeholder(meta)
     if name is not None:
         found[name] = written
-        return
-    others = dict(children(written))
-    for place, child in children(meta):
-        _match(child, others[place], found)
+    elif isinstance(meta, dict):
+        for key, entry in meta.items():
+            _match(entry, written[key], found)
+    elif type(meta) in (list, tuple):
+        for entry, other in zip(meta, written, strict=True):
+            _match(entry, other, found)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -1,29 +1,29 @@
-"""Between Lightning's checkpoint dictionary and the tensors of a folder.
+"""From Lightning's checkpoint dictionary to the tensors of a folder.
 
 A checkpoint that is about to be saved holds sharded parameters and :class:`StateShard` objects
-instead of full tensors; a loaded one holds :class:`SavedTensor` objects, which are read from the
-folder when they are used.
+instead of full tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_zero.checkpoint import run_state
-from lightning_zero.checkpoint.containers import mapped, with_children
+from lightning_zero.checkpoint.encoding import encode
 from lightning_zero.checkpoint.hyper_parameters import safe_hyper_parameters
-from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
-from lightning_zero.checkpoint.loading import load_from
-from lightning_zero.checkpoint.opening import OpenFolder, TensorPart
-from lightning_zero.checkpoint.rectangles import Rectangle, memory_order, rectangles
+from lightning_zero.checkpoint.index import KEY, MODEL
+from lightning_zero.checkpoint.lazy import shaped
+from lightning_zero.checkpoint.opening import TensorPart
+from lightning_zero.checkpoint.rectangles import rectangles
+from lightning_zero.checkpoint.tree import leaves, rebuilt
 from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.guard import handle_of
 from lightning_zero.engine.optimizer_state import StateShard
@@ -67,10 +67,8 @@ class _Packer:
 
     def pack(self, checkpoint: dict[str, Any]) -> Packed:
         meta = dict(checkpoint)
-        state_dict = checkpoint.get("state_dict", {})
-        weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
-        places = {key: self._put(f"{MODEL}{key}", value) for key, value in weights.items()}
-        meta["state_dict"] = with_children(state_dict, places)
+        if "state_dict" in checkpoint:
+            meta["state_dict"] = self._state_dict(checkpoint["state_dict"])
         if "optimizer_states" in checkpoint:
             meta["optimizer_states"] = [
                 self._optimizer(number, state)
@@ -81,8 +79,18 @@ class _Packer:
             meta[run_state.KEY] = {**run, "unreduced": self._unreduced(run["unreduced"])}
         for key in meta.keys() - {"state_dict", "optimizer_states"}:
             meta[key] = self._rest(key, meta[key])
-        meta = safe_hyper_parameters(meta, warns=self._is_writer)
+        meta = encode(safe_hyper_parameters(meta, warns=self._is_writer))
         return Packed(self._tensors, meta, self._opened.close)
+
+    def _state_dict(self, state: Any) -> Any:
+        """All its tensors go into the folder, under the module's names."""
+        if not isinstance(state, dict):
+            return state
+        made = copy.copy(state)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                made[key] = self._put(f"{MODEL}{key}", value)
+        return made
 
     def _optimizer(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(state, dict) or "state" not in state:
@@ -115,16 +123,15 @@ class _Packer:
 
     def _rest(self, path: str, value: Any) -> Any:
         """Sharded parameters anywhere else, e.g. where a callback has kept the state dict."""
-        if isinstance(value, dict):
-            return {key: self._rest(f"{path}.{key}", item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._rest(f"{path}.{i}", v) for i, v in enumerate(value))
-        is_param = isinstance(value, nn.Parameter) and _handle(value) is not None
-        return (
-            self._put(path, value)
-            if is_param or isinstance(value, StateShard | GradShard)
-            else value
-        )
+        count = itertools.count()
+
+        def put(item: Any) -> Any:
+            is_param = isinstance(item, nn.Parameter) and _handle(item) is not None
+            if is_param or isinstance(item, StateShard | GradShard):
+                return self._put(f"{path}.{next(count)}", item)
+            return NotImplemented
+
+        return rebuilt(value, put)
 
     def _put(self, name: str, value: Tensor | StateShard | GradShard) -> dict[str, str]:
         if id(value) in self._name_of:  # tied weights are written once
@@ -206,105 +213,6 @@ def part_of(
     return TensorPart(tuple(handle.placeholder.shape), dtype, _Rectangles(handle, read))
 
 
-def shaped(flat: Tensor, rectangle: Rectangle, stride: Sequence[int]) -> Tensor:
-    """1-D elements in memory order as tensor of the shape of a rectangle (a view)."""
-    order = memory_order(stride)
-    by_memory = flat.view([rectangle.lengths[dim] for dim in order])
-    return by_memory.permute([order.index(dim) for dim in range(len(order))])
-
-
-class SavedTensor(Tensor):
-    """A tensor of a folder, read when it is used.
-
-    Any operation reads it into memory for itself; ``read_piece`` reads a part. Once it has been
-    changed in place it stays in memory.
-    """
-
-    folder: OpenFolder
-    saved_name: str
-    changed: Tensor | None
-
-    @staticmethod
-    def of(folder: OpenFolder, name: str) -> SavedTensor:
-        """The tensor ``name`` of a folder."""
-        entry, make = folder.tensors[name], Tensor._make_wrapper_subclass
-        tensor: SavedTensor = make(SavedTensor, tuple(entry.size), dtype=entry.properties.dtype)
-        tensor.folder, tensor.saved_name, tensor.changed = folder, name, None
-        return tensor
-
-    def read(self) -> Tensor:
-        """The whole tensor."""
-        if self.changed is not None:
-            return self.changed
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        self._fill([((0,) * self.dim(), whole)])
-        return whole
-
-    def read_piece(self, stride: tuple[int, ...], where: range, out: Tensor) -> None:
-        """Put elements ``where``, in memory order as ``stride`` gives it, into the 1-D ``out``."""
-        if self.changed is not None:
-            out.copy_(
-                self.changed.permute(memory_order(stride)).reshape(-1)[where.start : where.stop]
-            )
-            return
-        self._fill(
-            [
-                (r.offsets, shaped(out[r.start - where.start : r.stop - where.start], r, stride))
-                for r in rectangles(tuple(self.shape), stride, where.start, where.stop)
-            ]
-        )
-
-    def _fill(self, chunks: list[tuple[tuple[int, ...], Tensor]]) -> None:
-        part = TensorPart(tuple(self.shape), self.dtype, chunks)
-        load_from(self.folder, {self.saved_name: part})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        is_mutable = func._schema.is_mutable  # type: ignore[attr-defined]
-
-        def read(tensor: SavedTensor) -> Tensor:
-            whole = tensor.read()
-            if is_mutable:
-                tensor.changed = whole
-            return whole
-
-        args, kwargs = pytree.tree_map_only(cls, read, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SavedTensor:
-        return self
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return self.read().__reduce_ex__(proto)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SavedTensor('{self.saved_name}', shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def read_all(value: Any) -> Any:
-    """The same with every :class:`SavedTensor` in memory."""
-    return pytree.tree_map_only(SavedTensor, SavedTensor.read, value)
-
-
-def unpack(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of which the tensors are read when they are used. Local."""
-    folder = OpenFolder.open(path)
-    made: dict[str, SavedTensor] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            name = placeholder(value)
-            if name is not None:
-                if name not in made:
-                    made[name] = SavedTensor.of(folder, name)
-                return made[name]
-        return value
-
-    return cast(dict[str, Any], mapped(meta, walk))
-
-
 def gather_whole(
     checkpoint: dict[str, Any], engine: ZeroEngine | None, *, is_wanted: bool
 ) -> dict[str, Any]:
@@ -312,15 +220,11 @@ def gather_whole(
 
     Only ranks that want them keep any; the others take part and get None in their place.
     """
-    found: dict[ParamHandle, None] = {}
-
-    def note(leaf: Any) -> Any:
-        handle = _handle(leaf) if isinstance(leaf, nn.Parameter) else None
-        if handle is not None:
-            found[handle] = None
-        return leaf
-
-    mapped(checkpoint, note)
+    found = {
+        handle: None
+        for leaf in leaves(checkpoint)
+        if isinstance(leaf, nn.Parameter) and (handle := _handle(leaf)) is not None
+    }
     values = {} if engine is None else engine.full_values(found, is_wanted=is_wanted)
 
     def whole(leaf: Any) -> Any:
@@ -328,9 +232,9 @@ def gather_whole(
             full = leaf.handle.buffer.gather_one(leaf.handle, leaf.shard, "the gradient")
             return full.cpu() if is_wanted else None
         handle = _handle(leaf) if isinstance(leaf, nn.Parameter) else None
-        return leaf if handle is None else values.get(handle)
+        return NotImplemented if handle is None else values.get(handle)
 
-    return cast(dict[str, Any], mapped(checkpoint, whole))
+    return cast(dict[str, Any], rebuilt(checkpoint, whole))
 
 
 def _handle(param: nn.Parameter) -> ParamHandle | None:
