@@ -71,6 +71,8 @@ class CheckpointingStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, unless they can not come any more."""
         if not self._is_broken:
+            if self.engine is not None:
+                self.engine.meet()
             super().barrier(*args, **kwargs)
 
     # -- saving
@@ -112,6 +114,8 @@ class CheckpointingStrategy(DDPStrategy):
             return super().optimizer_state(optimizer)
         if self._is_broken:
             return {}
+        if self.engine is not None:
+            self.engine.meet()
         is_sharded = self.config.save_format == "sharded"
         return driver.state.to_save(is_wanted=self.is_global_zero, is_sharded=is_sharded)
 
@@ -126,11 +130,15 @@ class CheckpointingStrategy(DDPStrategy):
         if self._is_broken:
             warnings.warn(f"'{filepath}' is not saved: {sys.exc_info()[1]}", stacklevel=2)
             return
+        if self.engine is not None:
+            self.engine.meet(is_last=True)
         path = self._collectives.all_gather_object(str(filepath), f"saving '{filepath}'")[0]
         if "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, run_state.KEY: self._run_state()}
         if self.config.save_format == "full":
-            whole = gather_whole(checkpoint, self.engine, is_wanted=self.is_global_zero)
+            whole = gather_whole(
+                checkpoint, self.engine, self._collectives, is_wanted=self.is_global_zero
+            )
             write = super().save_checkpoint
             together(
                 self._collectives,

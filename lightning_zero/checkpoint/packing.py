@@ -31,6 +31,7 @@ from lightning_zero.engine.saved_grads import GradShard
 from lightning_zero.engine.shard import Shard
 
 if TYPE_CHECKING:
+    from lightning_zero.comm.collectives import Collectives
     from lightning_zero.engine.engine import ZeroEngine
 
 
@@ -214,18 +215,24 @@ def part_of(
 
 
 def gather_whole(
-    checkpoint: dict[str, Any], engine: ZeroEngine | None, *, is_wanted: bool
+    checkpoint: dict[str, Any],
+    engine: ZeroEngine | None,
+    collectives: Collectives,
+    *,
+    is_wanted: bool,
 ) -> dict[str, Any]:
     """The checkpoint with full values for sharded parameters. Collective.
 
-    Only ranks that want them keep any; the others take part and get None in their place.
+    Only ranks that want them keep any; the others take part and get None in their place. Rank 0's
+    checkpoint counts: hooks may have changed it there alone.
     """
-    found = {
-        handle: None
-        for leaf in leaves(checkpoint)
-        if isinstance(leaf, nn.Parameter) and (handle := _handle(leaf)) is not None
-    }
-    values = {} if engine is None else engine.full_values(found, is_wanted=is_wanted)
+    values: dict[ParamHandle, Tensor] = {}
+    if engine is not None:
+        mine = {_handle(leaf) for leaf in leaves(checkpoint) if isinstance(leaf, nn.Parameter)}
+        numbers = [number for number, handle in enumerate(engine.handles) if handle in mine]
+        numbers = collectives.all_gather_object(numbers, "what is in the checkpoint")[0]
+        found = [engine.handles[number] for number in numbers]
+        values = engine.full_values(found, is_wanted=is_wanted)
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, GradShard):

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.calls import ModuleCalls
 from lightning_zero.engine.grads import GradReducer
+from lightning_zero.engine.serving import Serving
 from lightning_zero.engine.weights import Weights
 
 
@@ -24,6 +25,7 @@ class EngineAccess:
     def __init__(self, weights: Weights, grads: GradReducer, calls: ModuleCalls) -> None:
         self._weights, self._grads, self._calls = weights, grads, calls
         self.detaches_to_itself = False
+        self.serving: Serving | None = None
         self._aliases: list[tuple[ParamHandle, weakref.ref[Tensor]]] = []
         self._handed_out: list[tuple[ParamHandle, Tensor, int, bool]] = []
 
@@ -38,6 +40,8 @@ class EngineAccess:
     def read(self, handle: ParamHandle) -> Tensor:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
         self.flush()
+        if self.serving is not None and self.serving.is_open and not self.is_in_place(handle):
+            return self.serving.read(handle)
         return self._weights.read(handle, is_rounded=self._calls.depth > 0)
 
     @torch.no_grad()

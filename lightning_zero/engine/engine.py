@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.optimizer import OptimizerDriver
 from lightning_zero.engine.placement import Placement, placements_of
 from lightning_zero.engine.saved_tensors import SavedTensors
+from lightning_zero.engine.serving import Serving
 from lightning_zero.engine.units import MAX_UNIT_BYTES, UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
 
@@ -104,6 +106,8 @@ class ZeroEngine:
         self.weights = self._place_weights()
         self.calls = ModuleCalls(call_context, self.device.type)
         self.access = EngineAccess(self.weights, self.grads, self.calls)
+        read_master = functools.partial(self.weights.read, is_rounded=False)
+        self.access.serving = Serving(self.handles, collectives, read_master)
         for handle in self.handles:
             guard.register(handle, self.access)
         _engines[self.access] = self
@@ -186,6 +190,7 @@ class ZeroEngine:
 
         Nothing stays gathered after an evaluation step.
         """
+        self.meet(is_last=True)
         if not is_training:
             self.publish_delayed()
         with contextlib.ExitStack() as stack:
@@ -287,6 +292,7 @@ class ZeroEngine:
                 "An optimizer step inside `full_params(...)` is not possible: leave the context"
                 " first."
             )
+        self.meet(is_last=True)
         self.end_backward()
         self.grads.reduce_postponed()
         self.grads.wait()
@@ -387,13 +393,23 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def sharded_state(self) -> Iterator[None]:
-        """Inside, ``module.state_dict()`` holds the sharded parameters themselves."""
+        """Inside, ``module.state_dict()`` holds the sharded parameters themselves. Until
+        :meth:`meet` with ``is_last`` rank 0 may look at them alone.
+        """
         self.access.flush()
         self.access.detaches_to_itself = True
         try:
             yield
         finally:
             self.access.detaches_to_itself = False
+        if self.access.serving is not None and self.collectives.world_size > 1:
+            self.access.serving.is_open = True
+
+    def meet(self, *, is_last: bool = False) -> None:
+        """Serve what hooks of rank 0 have looked at alone. Collective."""
+        if self.access.serving is not None:
+            self.access.serving.meet()
+            self.access.serving.is_open &= not is_last
 
     @torch.no_grad()
     def full_values(
@@ -455,6 +471,7 @@ class ZeroEngine:
             if self.offload is not None:
                 self.offload.runner.stop()
             return
+        self.meet(is_last=True)
         # a rank that leaves early would leave the others waiting for it
         self.collectives.all_gather_object(None, "the end of the run")
         self.end_backward()

@@ -52,7 +52,6 @@ _METADATA_METHODS = frozenset(
         "retain_grad",
         "has_names",
         "_is_view",
-        "data_ptr",
         "untyped_storage",
     ]
 )
@@ -224,6 +223,11 @@ def _answer(
         return param
     if access.is_in_place(handle):
         return NotImplemented
+    if name == "data_ptr":
+        raise ShardedParameterError(
+            f"Parameter '{handle.fqn}' is sharded, and has no address of its own. Ask a tensor that"
+            " you hold (`param.data`), or do it inside `lightning_zero.full_params`."
+        )
     if name in ("__repr__", "__format__"):
         return _describe(param)
     if name == "copy_" and not (torch.is_grad_enabled() and param.requires_grad):
