@@ -254,7 +254,7 @@ class ZeroStrategy(OffloadingStrategy):
         for optimizer in driven:
             release_optimizer(optimizer)
             check_methods(optimizer)
-            check_element_wise(optimizer)
+            check_element_wise(optimizer, self.root_device)
             if any(places):
                 check_steps_in_parts(optimizer)
         if "nvme" in places:

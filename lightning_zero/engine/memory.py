@@ -96,7 +96,9 @@ def _forecast(engine: ZeroEngine) -> Counter[tuple[str, Any]]:
         found["gradients", buffer.places.grad] += copies * nbytes
     for driver in engine.drivers:
         for segment in driver.segments:
-            per_element = state_bytes_per_element(driver.inner, segment.buffer.shard.dtype)
+            per_element = state_bytes_per_element(
+                driver.inner, segment.buffer.shard.dtype, segment.group
+            )
             place = None if offload is None else offload.states
             found["optimizer state", place] += (segment.stop - segment.start) * per_element
     return found
@@ -112,9 +114,19 @@ def _plain_report(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Me
     params = list(module.parameters())
     weights = sum(map(_bytes, params))
     grads = sum(_bytes(p) for p in params if p.requires_grad)
-    stepped = [(o, p) for o in optimizers for group in o.param_groups for p in group["params"]]
-    state = sum(p.numel() * state_bytes_per_element(o, p.dtype) for o, p in stepped)
-    held = [v for o in optimizers for entries in o.state.values() for v in entries.values()]
+    stepped = [
+        (o, p, i)
+        for o in optimizers
+        for i, group in enumerate(o.param_groups)
+        for p in group["params"]
+    ]
+    state = sum(p.numel() * state_bytes_per_element(o, p.dtype, i) for o, p, i in stepped)
+    held = [
+        v
+        for o in optimizers
+        for entries in o.state.values()
+        for v in (entries.values() if isinstance(entries, dict) else (entries,))
+    ]
     return [
         MemoryRow("model weights", weights, weights),
         MemoryRow("gradients", grads, sum(_bytes(p.grad) for p in params if p.grad is not None)),

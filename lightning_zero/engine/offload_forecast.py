@@ -37,9 +37,9 @@ def offload_forecast(  # noqa: PLR0913
         is_delayed: whether updates arrive one step late.
     """
     stepped = {
-        param: optimizer
+        param: (optimizer, index)
         for optimizer in optimizers
-        for group in optimizer.param_groups
+        for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
     needed: Counter[str] = Counter()
@@ -65,6 +65,7 @@ def offload_forecast(  # noqa: PLR0913
         # what is no floating-point number is never stepped, whoever passes it to an optimizer
         is_float = stepped_dtype.is_floating_point or stepped_dtype.is_complex
         if param in stepped and states is not None and is_float:
-            per_element = state_bytes_per_element(stepped[param], stepped_dtype)
+            optimizer, index = stepped[param]
+            per_element = state_bytes_per_element(optimizer, stepped_dtype, index)
             needed[states] += param.numel() * per_element
     return Counter({place: count for place, count in needed.items() if place is not None})

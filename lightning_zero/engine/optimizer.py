@@ -365,7 +365,7 @@ class OptimizerDriver:
         tensors = [
             v
             for state in self.inner.state.values()
-            for v in state.values()
+            for v in (state.values() if isinstance(state, dict) else (state,))
             if isinstance(v, Tensor)
         ]
         return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,24 +1,31 @@
 """Finds out whether an optimizer may be sharded: whether it treats every element alike.
 
-Sharding cuts tensors at arbitrary places. That changes nothing for an optimizer whose update of an
-element depends on that element's own weight, gradient and state only. Others (LBFGS, LAMB,
-Adafactor, Muon, ...) need whole parameters, and would finish with other numbers without a word.
-Which is which is not in an optimizer's name, so it is tried out: a few steps on small tensors,
-whole and cut to pieces, have to give the same.
+Sharding cuts tensors at arbitrary places and joins what is left of neighbours. That changes nothing
+for an optimizer whose update of an element depends on that element's own weight, gradient and state
+only. Others (LBFGS, LAMB, Adafactor, Muon, 8-bit Adam, ...) need whole parameters, and would finish
+with other numbers without a word.
+So it is tried out ([Note: the trial]).
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.optimizer import inner_optimizer
+from lightning_zero.engine.optimizer_copy import nested_optimizers, nothing_happens
 from lightning_zero.engine.stepping import hyper_parameters
+from lightning_zero.engine.trial import (
+    RefusedError,
+    Side,
+    Trial,
+    gradients,
+    noise,
+    num_trial_steps,
+    same,
+)
 
 _ELEMENT_WISE = frozenset(
     {
@@ -36,17 +43,24 @@ _ELEMENT_WISE = frozenset(
     }
 )
 _NOT_ELEMENT_WISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
-_SHAPES = ((4, 6), (5,))
-_CUTS = (7, 20)  # through the middle of a row, and of the second tensor
-_STEPS = 3
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_FEW_STEPS = 12
+_PARTS = ((4, 6), (5,))
+_SIZED = (64, 96)
 _ADVICE = (
     "Use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, ... or your own), or train"
     " with strategy='ddp'."
 )
 
 
-def check_element_wise(user: Optimizer) -> None:
-    """Raise ``NotImplementedError`` unless ``user`` may be sharded. Leaves it unchanged."""
+def check_element_wise(user: Optimizer, device: torch.device | None = None) -> None:
+    """Raise ``NotImplementedError`` unless ``user`` may be sharded. Leaves it unchanged.
+
+    Args:
+        user: the optimizer.
+        device: where it will step, if that is not the CPU; tried there if it can't be on the CPU.
+    """
     plain = type(user)
     name = plain.__name__
     if plain.__module__.startswith("torch.optim"):
@@ -56,36 +70,47 @@ def check_element_wise(user: Optimizer) -> None:
             raise NotImplementedError(
                 f"The optimizer {name} needs whole parameters, but ZeRO shards them. {_ADVICE}"
             )
-    try:
-        reason = _difference(user)
-    except Exception as error:
+    _check_owns_its_step(user)
+    failures: list[str] = []
+    for where in dict.fromkeys((torch.device("cpu"), device or torch.device("cpu"))):
+        for constructs_state in (False, True):
+            try:
+                _try_all(user, where, constructs_state=constructs_state)
+            except RefusedError as reason:
+                raise NotImplementedError(
+                    f"The optimizer {name} can not be sharded: {reason}. {_ADVICE}"
+                ) from None
+            except Exception as error:
+                state = "its constructor's state" if constructs_state else "empty state"
+                failures.append(f"with {state} on {where.type}: {type(error).__name__}: {error}")
+            else:
+                return
+    raise NotImplementedError(
+        f"The optimizer {name} could not be tried on small tensors, so it is not known whether it"
+        " treats every element alike. What was tried: a step of a copy of it, with its own groups,"
+        f" after a backward ({'; '.join(failures)}). {_ADVICE}"
+    )
+
+
+def _check_owns_its_step(user: Optimizer) -> None:
+    for attribute, inner in nested_optimizers(user).items():
+        kind = type(inner).__name__
         raise NotImplementedError(
-            f"The optimizer {name} could not be tried on small tensors ({type(error).__name__}:"
-            f" {error}), so it is not known"
-            f" whether it treats every element alike. {_ADVICE}"
-        ) from error
-    if reason is not None:
-        raise NotImplementedError(f"The optimizer {name} can not be sharded: {reason}. {_ADVICE}")
+            f"The optimizer {type(user).__name__} can not be sharded: it wraps another optimizer"
+            f" ({kind}, its attribute '{attribute}'), whose state would have to be sharded with its"
+            f" own. Pass the {kind} itself, or write both as one class that keeps its tensors in"
+            f" its own `state`. {_ADVICE}"
+        )
 
 
-def _difference(user: Optimizer) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-    grads = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_STEPS)]
-    whole, calls = _run(user, start, grads)
-    if torch.equal(whole, _flat(start)):
-        return "its step does not change the parameters it is given"
-    if calls != _STEPS:
-        return f"its step calls the closure {calls // _STEPS} times instead of once"
-    pieces = []
-    for piece, piece_grads in zip(
-        _cut(_flat(start)), zip(*[_cut(_flat(g)) for g in grads], strict=True), strict=True
-    ):
-        result, _ = _run(user, [piece], [[grad] for grad in piece_grads])
-        pieces.append(result)
-    if not torch.allclose(torch.cat(pieces), whole, rtol=1e-5, atol=1e-7):
-        return "its update of one element depends on other elements, or on chance"
-    return None
+def _try_all(user: Optimizer, device: torch.device, *, constructs_state: bool) -> None:
+    trial = Trial(user, device, constructs_state=constructs_state)
+    trial.run(num_trial_steps(user))
+    if any(group.get("weight_decay") == 0 for group in user.param_groups):
+        trial.run(_FEW_STEPS, {"weight_decay": 0.1})  # schedules of it begin with 0
+    own = {param.dtype for group in user.param_groups for param in group["params"]}
+    for dtype in sorted(own & _HALF, key=str):  # some round by chance, or keep what is lost
+        trial.run(_FEW_STEPS, dtype=dtype)
 
 
 def check_steps_in_parts(user: Optimizer) -> None:
@@ -94,85 +119,75 @@ def check_steps_in_parts(user: Optimizer) -> None:
     """
     if type(user).__module__.startswith("torch.optim"):
         return
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-    grads = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_STEPS)]
-    whole, _ = _run(user, start, grads)
-    params = [nn.Parameter(t.clone()) for t in start]
-    optimizer = _small_optimizer(user, params)
-    for step_grads in grads:
-        (group,) = optimizer.param_groups
-        before = hyper_parameters(group)
-        for param, grad in zip(params, step_grads, strict=True):
-            group.update(hyper_parameters(before), params=[param])
-            param.grad = grad.clone()
-            optimizer.step()
-            param.grad = None
-    if not torch.equal(_flat([p.detach() for p in params]), whole):
-        raise NotImplementedError(
-            f"The optimizer {type(user).__name__} can not be offloaded: its parameters are stepped"
-            " in several calls, and it keeps something of a step neither in its groups nor in the"
-            " state of its parameters. Keep it in `param_groups`, or do not offload the optimizer."
-        )
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _cut(flat: Tensor) -> tuple[Tensor, ...]:
-    return torch.tensor_split(flat, _CUTS)
-
-
-def _run(user: Optimizer, start: list[Tensor], grads: list[list[Tensor]]) -> tuple[Tensor, int]:
-    """The parameters after some steps, and how often the closure was called."""
-    params = [nn.Parameter(t.clone()) for t in start]
-    optimizer = _small_optimizer(user, params)
-    calls = 0
-
-    def closure() -> float:
-        nonlocal calls
-        calls += 1
-        return 0.0
-
-    for step_grads in grads:
-        for param, grad in zip(params, step_grads, strict=True):
-            param.grad = grad.clone()
-        optimizer.step(closure)
-    return _flat([p.detach() for p in params]), calls
-
-
-def _small_optimizer(user: Optimizer, params: list[nn.Parameter]) -> Optimizer:
-    options = {
-        key: copy.deepcopy(value) for key, value in user.param_groups[0].items() if key != "params"
-    }
-    if "lr" in options:
-        options["lr"] = 0.1  # a schedule may begin with 0
-    accepted = inspect.signature(type(user).__init__).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    name, advice = type(user).__name__, "Do not offload the optimizer, or use one of torch.optim."
     try:
-        return type(user)(
-            params, **{k: v for k, v in options.items() if takes_all or k in accepted}
+        is_same = _steps_in_parts(user)
+    except Exception as error:
+        raise NotImplementedError(
+            f"The optimizer {name} can not be offloaded: stepped in parts and without a closure, it"
+            f" raised {type(error).__name__}: {error}. {advice}"
+        ) from error
+    if not is_same:
+        raise NotImplementedError(
+            f"The optimizer {name} can not be offloaded: its parameters are stepped"
+            " in several calls, and it keeps something of a step neither in its groups nor in the"
+            f" state of its parameters. Keep it in `param_groups`. {advice}"
         )
-    except TypeError:
-        inner: Any = inner_optimizer(user)
-        inner.param_groups = [{**options, "params": params}]
-        return inner  # type: ignore[no-any-return]
 
 
-def state_bytes_per_element(user: Optimizer, dtype: torch.dtype) -> int:
+def _steps_in_parts(user: Optimizer) -> bool:
+    cpu = torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    start = [[noise(shape, generator) for shape in _PARTS] for _ in user.param_groups]
+    with nothing_happens(cpu):
+        whole, parts = (_with_state(user, start) for _ in range(2))
+        for step in range(_FEW_STEPS):
+            grads = gradients(step, whole, generator)
+            whole.step(grads)
+            _step_parts(parts, grads)
+        return all(same(whole.flat(i), parts.flat(i)) for i in range(len(start)))
+
+
+def _step_parts(side: Side, grads: Sequence[Sequence[Tensor]]) -> None:
+    """One step, part by part and group by group, each with the options of before the step."""
+    groups = side.optimizer.param_groups
+    for index, group in enumerate(groups):
+        before = hyper_parameters(group)
+        for param, grad in zip(side.params[index], grads[index], strict=True):
+            param.grad = grad.clone()
+            changed = {**hyper_parameters(before), "params": [param]}
+            side.optimizer.param_groups = [changed]
+            side.optimizer.step()
+            group.update(hyper_parameters(changed))
+            param.grad = None
+    side.optimizer.param_groups = groups
+
+
+def _with_state(user: Optimizer, start: Sequence[Sequence[Tensor]]) -> Side:
+    """A side that can step: some optimizers need the state that their constructor makes."""
+    side = Side(user, start, constructs_state=False)
+    try:
+        side.step([[torch.ones_like(t) for t in own] for own in start])
+    except Exception:
+        return Side(user, start, constructs_state=True)
+    return Side(user, start, constructs_state=False)
+
+
+def state_bytes_per_element(user: Optimizer, dtype: torch.dtype, group: int = 0) -> int:
     """Bytes of state that an element-wise optimizer keeps for each element of a parameter of
-    ``dtype``.
+    ``dtype`` in one of its groups.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0  # it never has a gradient
-    param = nn.Parameter(torch.zeros(_SHAPES[0], dtype=dtype))
-    param.grad = torch.ones_like(param)
-    optimizer = _small_optimizer(user, [param])
-    optimizer.step()
-    per_element = [
-        v
-        for v in optimizer.state[param].values()
-        if isinstance(v, Tensor) and v.shape == param.shape
+    start = [
+        [torch.zeros(_SIZED, dtype=dtype)] if index == group else []
+        for index in range(len(user.param_groups))
     ]
-    return sum(v.element_size() for v in per_element)
+    with nothing_happens(torch.device("cpu")):
+        try:
+            side = _with_state(user, start)
+            for _ in range(2):
+                side.step([[torch.ones_like(t) for t in own] for own in start])
+        except Exception:
+            return 0  # one that can not be sharded, on one rank: nobody knows
+        return sum(v.element_size() for v in side.flat_state(group).values())

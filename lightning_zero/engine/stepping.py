@@ -295,7 +295,11 @@ class _Step:
         inner = self._driver.inner
         groups = inner.param_groups
         for index in params:
-            groups[index].update(hyper_parameters(self._groups[index]))
+            options = hyper_parameters(self._groups[index])
+            # what the first step puts into a group is not there when the next buffer's begins
+            for added in groups[index].keys() - options.keys() - {"params"}:
+                del groups[index][added]
+            groups[index].update(options)
         inner.param_groups = [{**groups[i], "params": chosen} for i, chosen in params.items()]
         try:
             inner.step(**self._kwargs)
