@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -262,13 +262,16 @@ class Control:
     is_on = False
 
 
-def fine_strategy(stage: str, bucket_bytes: int = 1) -> Strategy:
+def fine_strategy(
+    stage: str, bucket_bytes: int = 1, save_format: Literal["full", "sharded"] = "full"
+) -> Strategy:
     """A stage with units and buckets as small as they get, and little patience."""
     import lightning_zero
 
     return lightning_zero.ZeroStrategy(
         int(stage[-1]),  # type: ignore[arg-type]
         bucket_bytes=bucket_bytes,
+        save_format=save_format,
         stall_timeout=timedelta(seconds=5),
     )
 
