@@ -133,6 +133,7 @@ class CheckpointingStrategy(DDPStrategy):
         if self.engine is not None:
             self.engine.meet(is_last=True)
         path = self._collectives.all_gather_object(str(filepath), f"saving '{filepath}'")[0]
+        target: Any = filepath if path == str(filepath) else path  # of the type that was passed
         if "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, run_state.KEY: self._run_state()}
         if self.config.save_format == "full":
@@ -143,7 +144,7 @@ class CheckpointingStrategy(DDPStrategy):
             together(
                 self._collectives,
                 f"writing checkpoint '{path}'",
-                lambda: write(whole, path, storage_options=storage_options),
+                lambda: write(whole, target, storage_options=storage_options),
             )
             return
         if storage_options is not None:

@@ -63,10 +63,13 @@ def overrides(plain: type, name: str) -> bool:
     return getattr(plain, name) is not getattr(Optimizer, name)
 
 
-def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` of a class without what torch has put around it, which calls the hooks."""
-    is_hooked = inspect.isfunction(step) and getattr(step, "hooked", None) is True
-    return step.__wrapped__ if is_hooked and hasattr(step, "__wrapped__") else step
+def bound_step(plain: type, user: Optimizer) -> Callable[..., Any]:
+    """The ``step`` of the user's class without what torch has put around it, which calls hooks."""
+    step: Any = plain.step  # type: ignore[attr-defined]
+    if inspect.isfunction(step) and getattr(step, "hooked", None) is True:
+        step = getattr(step, "__wrapped__", step)
+    # what somebody has put in its place (a mock) need not be a function
+    return step.__get__(user, plain) if hasattr(step, "__get__") else step  # type: ignore[no-any-return]
 
 
 def _driven_class(plain: type) -> type:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
-from lightning_zero.engine.driven import DRIVER, drive, driver_of, overrides, unhooked
+from lightning_zero.engine.driven import DRIVER, bound_step, drive, driver_of, overrides
 from lightning_zero.engine.guard import handle_of
 from lightning_zero.engine.optimizer_state import import_state
 from lightning_zero.engine.resting_state import RestingState
@@ -177,15 +177,14 @@ class OptimizerDriver:
                 " module's parameters."
             )
         closure = args[0] if args else kwargs.get("closure")
-        method = self.plain_class.step
-        if self._offloaded is not None and inspect.isfunction(method):
+        if self._offloaded is not None and inspect.isfunction(self.plain_class.step):
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
             self._step_elsewhere({k: v for k, v in kwargs.items() if k != "closure"})
             return loss
-        return self._step_here(unhooked(method), closure, args, kwargs)
+        return self._step_here(closure, args, kwargs)
 
     def _step_elsewhere(self, kwargs: Any) -> None:
         assert self._offloaded is not None
@@ -196,7 +195,7 @@ class OptimizerDriver:
         self.engine.after_step(stepped, is_published=not is_delayed)
 
     def _step_here(
-        self, method: Callable[..., Any], closure: Callable[[], Any] | None, args: Any, kwargs: Any
+        self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the user's own step on its object, whose parameters are the segments meanwhile."""
         self.state.take_replaced()
@@ -224,7 +223,7 @@ class OptimizerDriver:
                 swapped.enter_context(self._as_segments())
                 args, kwargs = _with_closure(run_closure, args, kwargs)
             try:
-                result = method(self.user, *args, **kwargs)
+                result = bound_step(self.plain_class, self.user)(*args, **kwargs)
                 dropped = [segment for segment in active if segment.param.grad is None]
             finally:
                 for segment in self.segments:
