@@ -28,6 +28,7 @@ from lightning_zero.comm.collectives import Collectives, SingleRank
 from lightning_zero.comm.groups import collectives_for, default_store
 from lightning_zero.comm.watch import open_sockets
 from lightning_zero.config import MEBIBYTE, ZeroConfig
+from lightning_zero.engine.checks import check_materialized, names_on_meta
 from lightning_zero.engine.driven import check_methods, driver_of, parameters_of
 from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
@@ -214,6 +215,7 @@ class ZeroStrategy(OffloadingStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        check_materialized(self.lightning_module)
         if is_fitting:
             self.check_checkpoint_folders(trainer)
         if is_fitting and self._layer_sync:
@@ -430,10 +432,13 @@ class ZeroStrategy(OffloadingStrategy):
             # what is driven has its state in shards, which are nobody's to move
             optimizers = self._optimizers
             self._optimizers = [o for o in optimizers if driver_of(o) is None]
+            module = self._lightning_module
+            if module is not None and names_on_meta(module):
+                self._lightning_module = None  # moving it would fail, and hide that it was refused
             try:
                 super().teardown()
             finally:
-                self._optimizers = optimizers
+                self._optimizers, self._lightning_module = optimizers, module
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -20,7 +20,7 @@ from lightning_zero.engine import clip, guard
 from lightning_zero.engine.access import EngineAccess
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.calls import ModuleCalls
-from lightning_zero.engine.checks import check_module
+from lightning_zero.engine.checks import check_aliases, check_module
 from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
 from lightning_zero.engine.full_params import held
 from lightning_zero.engine.grads import GradReducer
@@ -98,6 +98,8 @@ class ZeroEngine:
             config.stage, collectives.world_size, offloads_weights=_offloads_weights(offload)
         )
         check_module(module)
+        if optimizers:  # without, nothing is written
+            check_aliases(module, device)
         self.units = self._build_units(optimizers, param_dtypes(module, policy))
         self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
         self.handles = [handle for unit in self.units for handle in unit.handles]
