@@ -11,12 +11,11 @@ times ``state`` shows full tensors ([Note: the state that users see]). ``state_d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 if TYPE_CHECKING:
     from lightning_zero.engine.optimizer import OptimizerDriver
@@ -40,8 +39,10 @@ def check_methods(user: Optimizer) -> None:
     step it without its driver. Schedulers replace ``step`` by one that counts, and are expected.
     """
     for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"):
-        method = user.__dict__.get(name)
-        if method is not None and not getattr(method, "_wrapped_by_lr_sched", False):
+        method, own = user.__dict__.get(name), getattr(type(user), name)
+        if getattr(method, "_wrapped_by_lr_sched", False):
+            method = method.__wrapped__  # type: ignore[union-attr]
+        if method is not None and inspect.unwrap(method) is not inspect.unwrap(own):
             raise NotImplementedError(
                 f"`{name}` of the {type(user).__name__} object was replaced before training began,"
                 " and what replaced it can not step shards. Override it in a subclass, or register"
@@ -66,8 +67,9 @@ def overrides(plain: type, name: str) -> bool:
 def bound_step(plain: type, user: Optimizer) -> Callable[..., Any]:
     """The ``step`` of the user's class without what torch has put around it, which calls hooks."""
     step: Any = plain.step  # type: ignore[attr-defined]
-    if inspect.isfunction(step) and getattr(step, "hooked", None) is True:
-        step = getattr(step, "__wrapped__", step)
+    # the code tells torch's wrapper from one that was put around it and copies its attributes
+    if getattr(step, "__code__", None) is _step.__code__:
+        step = step.__wrapped__
     # what somebody has put in its place (a mock) need not be a function
     return step.__get__(user, plain) if hasattr(step, "__get__") else step  # type: ignore[no-any-return]
 
@@ -84,30 +86,17 @@ def _driven_class(plain: type) -> type:
 # Overrides of a driven optimizer. `self` may be Lightning's wrapper, which passes reads on.
 
 
-def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _unhooked_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     driver: OptimizerDriver = getattr(self, DRIVER)
-    user: Any = driver.user
-    user._opt_called = True  # LRScheduler looks for it
-    args = (user, *args)
-    for pre in _hooks(torch_optimizer._global_optimizer_pre_hooks, user._optimizer_step_pre_hooks):
-        changed = pre(user, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
-    result = driver.step(*args[1:], **kwargs)
-    user._optimizer_step_code()
-    posts = user._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks
-    for post in _hooks(*posts):
-        post(user, args, kwargs)
-    return result
+    driver.user._opt_called = True  # type: ignore[attr-defined]  # LRScheduler looks for it
+    return driver.step(*args, **kwargs)
 
 
+# torch calls the hooks around it, with the user's object, and names it in profiles
+_unhooked_step.__name__ = "step"
+_step = Optimizer.profile_hook_step(_unhooked_step)
 _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 _step.hooked = True  # type: ignore[attr-defined]
-
-
-def _hooks(*registries: Any) -> Iterator[Callable[..., Any]]:
-    for registry in registries:
-        yield from list(registry.values())
 
 
 def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -53,6 +53,8 @@ class OptimizerDriver:
     def __init__(self, user: Optimizer, engine: ZeroEngine) -> None:
         self.user, self.engine = user, engine
         self.plain_class = type(user)
+        self._is_torchs = self.plain_class.__module__.startswith("torch.optim")
+        self._calls_closure_first = self._is_torchs  # of others, as in their last step
         self.segments: list[Segment] = []
         self.handles: dict[ParamHandle, int] = {}
         self._by_param: dict[int, ParamHandle] = {}
@@ -104,7 +106,7 @@ class OptimizerDriver:
                 slot: (
                     self.handles[handle],
                     id(origin.get((buffer, slot), (None,))[0]),
-                    slot if self._rounds_by_position(buffer, handle) else None,
+                    slot if self._stands_alone(buffer, handle) else None,
                 )
                 for slot, handle in enumerate(buffer.handles)
                 if handle in self.handles and slot in pieces
@@ -126,12 +128,14 @@ class OptimizerDriver:
         ]
         self._signature = self._current_signature()
 
-    def _rounds_by_position(self, buffer: FlatBuffer, handle: ParamHandle) -> bool:
-        """Whether kernels round the last few elements of a tensor differently, so that parameters
-        must not be joined.
+    def _stands_alone(self, buffer: FlatBuffer, handle: ParamHandle) -> bool:
+        """Whether a parameter must not be joined with its neighbours: kernels may round the last
+        few elements of a tensor differently, and optimizers that are not torch's may remember which
+        tensors they were given, and keep anything for each.
         """
         is_fused = bool(self.user.param_groups[self.handles[handle]].get("fused"))
-        return is_fused or buffer.shard.dtype not in (torch.float32, torch.float64)
+        is_rounded = buffer.shard.dtype not in (torch.float32, torch.float64)
+        return is_fused or is_rounded or not self._is_torchs
 
     @staticmethod
     def _lacks_master(buffer: FlatBuffer) -> bool:
@@ -201,15 +205,20 @@ class OptimizerDriver:
         self.state.take_replaced()
         active: list[Segment] = []
         stepped: list[ParamHandle] | None = None
+        was_called = False
         with contextlib.ExitStack() as swapped:
 
             def prepare() -> None:
                 nonlocal stepped
+                self._drop_gradients()
                 active[:], stepped = self._prepare()
                 self._attach_gradients(active)
                 swapped.enter_context(self._as_segments())
 
             def run_closure() -> Any:
+                nonlocal was_called
+                self._check_unchanged(versions)
+                was_called = True
                 swapped.close()
                 assert closure is not None
                 with torch.enable_grad():
@@ -217,23 +226,50 @@ class OptimizerDriver:
                 prepare()
                 return loss
 
-            if closure is None:
+            if closure is not None:
+                args, kwargs = _with_closure(run_closure, args, kwargs)
+            if closure is None or not self._calls_closure_first:
                 prepare()
             else:  # its backward brings the gradients that are stepped
                 swapped.enter_context(self._as_segments())
-                args, kwargs = _with_closure(run_closure, args, kwargs)
+            versions = self._versions()
             try:
                 result = bound_step(self.plain_class, self.user)(*args, **kwargs)
                 dropped = [segment for segment in active if segment.param.grad is None]
             finally:
-                for segment in self.segments:
-                    segment.param.grad = None
+                self._drop_gradients()
+        if closure is not None and not self._is_torchs and inspect.isfunction(self.plain_class.step):
+            self._note_closure(stepped is not None, was_called=was_called)
         if stepped is None:
             return result  # it has not called its closure
         self.engine.after_step(stepped)
         if active and len(dropped) == len(active):  # the step has ended with `zero_grad`
             self.engine.grads.zero(self.handles, set_to_none=True)
         return result
+
+    def _drop_gradients(self) -> None:
+        for segment in self.segments:
+            segment.param.grad = None
+
+    def _versions(self) -> list[int]:
+        """How often the weights were changed; torch's own optimizers call the closure first."""
+        return [] if self._is_torchs else [s.param._version for s in self.segments]
+
+    def _check_unchanged(self, versions: list[int]) -> None:
+        if self._versions() != versions:
+            raise NotImplementedError(
+                f"The optimizer {self.plain_class.__name__} changes weights before it calls its"
+                " closure, or calls it again. Sharded weights reach the module once in a step: step"
+                " without a closure (manual optimization), or train with strategy='ddp'."
+            )
+
+    def _note_closure(self, had_gradients: bool, *, was_called: bool) -> None:
+        if not had_gradients:
+            raise RuntimeError(
+                f"`step` of {self.plain_class.__name__} has called its closure in earlier steps and"
+                " has not in this one, so it has had no gradients. Call it in every step."
+            )
+        self._calls_closure_first = was_called
 
     def _prepare(self) -> tuple[list[Segment], list[ParamHandle]]:
         """Have gradients, groups and state as they are to be stepped. Collective.
@@ -302,9 +338,9 @@ class OptimizerDriver:
         buckets = self.engine.grads.buckets
         return [handle for handle in self.handles if buckets[handle.buffer].has_grad[handle.index]]
 
-    def sync_attributes(self) -> None:
-        """Have the inner optimizer as the user's is, its groups apart."""
-        self.inner.__dict__.update(_own_attributes(self.user))
+    def attributes(self) -> dict[str, Any]:
+        """What the user's class keeps on the object, besides groups, state and hooks."""
+        return _own_attributes(self.user)
 
     def sync_back(self) -> None:
         """Take over what a step of the inner optimizer has changed in it and in its groups."""

@@ -291,7 +291,11 @@ def _local(name: str, value: Any, part: Any, by_handle: dict[ParamHandle, dict[s
     buffer: FlatBuffer = part.buffer
     handles = [buffer.handles[slot] for slot in part.slots]
     if not _is_full(name, value, handles[0].placeholder.shape):
-        return value.detach().clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        # torch has brought the step of a fused kernel to the model's device; this may be the host
+        is_elsewhere = value.device.type not in ("cpu", part.param.device.type)
+        return value.detach().to(part.param.device if is_elsewhere else value.device, copy=True)
     dtype = buffer.master_dtype if value.is_floating_point() else value.dtype
     local = torch.zeros(part.stop - part.start, dtype=dtype, device=part.param.device)
     pieces = own_slot_pieces(buffer)

@@ -5,8 +5,9 @@
 look after a step, and the first at each parameter, is collective, as a read of the parameter is.
 What is changed in it, in place, by new entries, by ``del`` or ``clear``, or by a whole new
 ``state``, goes into the segments before they are used the next time. Every rank has to make the
-same changes, as it does under DDP. Entries that are held across a step are looked up anew when they
-are used; a tensor of theirs that is changed after a later step is an old copy, and refused.
+same changes, as it does under DDP. Entries may be moved to another parameter, but not shared by two.
+Entries that are held across a step are looked up anew when they are used; a tensor of theirs that is
+changed after a later step is an old copy, and refused.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class ParamState(dict[str, Any]):
         self._view, self._handle = view, handle
         self.is_read = False
 
+    def is_of(self, handle: ParamHandle | None) -> bool:
+        """Whether it was made for this parameter; users may have moved it to another one."""
+        return self._handle is handle
+
     def refresh(self) -> None:
         """Have what the segments hold. Collective, once after a step."""
         if not self.is_read:
@@ -92,8 +97,11 @@ class StateView(defaultdict[Any, Any]):
         dict.clear(self)
         for key, entries in present.items():
             handle = self._state.handle_of(key)
-            value = entries if handle is None else held.get(key) or ParamState(self, handle)
-            dict.__setitem__(self, key, value)
+            if handle is not None:
+                known = held.get(key)
+                is_known = known is not None and known.is_of(handle)
+                entries = known if is_known else ParamState(self, handle)
+            dict.__setitem__(self, key, entries)
         self._listed = set(present)
 
     def read(self, handle: ParamHandle) -> dict[str, Any]:
@@ -108,17 +116,20 @@ class StateView(defaultdict[Any, Any]):
 
     def edits(self) -> dict[Any, dict[str, Any] | None]:
         """By parameter (or other key) what its state is now, as far as users may have changed it;
-        None if it has been deleted.
+        None if it has been deleted. Collective if entries that nobody has read were moved.
         """
         self._refuse_old_changes()
         if not self._is_listed:
             return {}
         found: dict[Any, dict[str, Any] | None] = dict.fromkeys(self._listed - set(dict.keys(self)))
         for key, value in dict.items(self):
-            if not isinstance(value, ParamState) or value.is_read:
+            is_own = isinstance(value, ParamState) and value.is_of(self._state.handle_of(key))
+            if not is_own or value.is_read:
                 found[key] = value
+        self._state.check_apart(dict.items(self))
         self._listed = set(dict.keys(self))
-        return found
+        # read before anything is written: what was moved comes from where it was
+        return {key: unviewed(value) for key, value in found.items()}
 
     def invalidate(self) -> None:
         """The state has changed, or is about to: what was handed out is old."""
@@ -155,6 +166,11 @@ class StateView(defaultdict[Any, Any]):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return _plain, (self._state.plain(),)
+
+
+def unviewed(entries: Any) -> Any:
+    """Entries as a plain dictionary. Collective if nobody has read them."""
+    return dict(entries.items()) if isinstance(entries, ParamState) else entries
 
 
 def _plain(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:

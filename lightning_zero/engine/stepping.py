@@ -94,8 +94,6 @@ class OffloadedStep:
         if factor is not None:  # there when `after` has passed
             factor = factor.to("cpu", non_blocking=True)
         after = self._offload.transfers.barrier()
-        if not self._is_torchs:
-            self._driver.sync_attributes()
         step = _Step(self._driver, jobs, groups, factor, kwargs, self._offload, after, is_delayed)
         for bundle in self._bundles(jobs):
             done = self._offload.runner.submit(step.run(bundle))
@@ -192,6 +190,9 @@ class _Step:
         self._driver, self._jobs, self._groups = driver, jobs, groups
         self._factor, self._kwargs, self._offload, self._after = factor, kwargs, offload, after
         self._is_delayed = is_delayed
+        # each call of several begins with the attributes that the optimizer had before the step
+        is_torchs = driver.plain_class.__module__.startswith("torch.optim")
+        self._attributes = {} if is_torchs else driver.attributes()
         self._stepped_groups: set[int] = set()
         self._num_loading = 0
 
@@ -294,6 +295,7 @@ class _Step:
     def _step_groups(self, params: Mapping[int, list[Any]]) -> None:
         inner = self._driver.inner
         groups = inner.param_groups
+        inner.__dict__.update(self._attributes)
         for index in params:
             options = hyper_parameters(self._groups[index])
             # what the first step puts into a group is not there when the next buffer's begins

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from lightning_zero.engine.optimizer_state import (
     replace_state,
     shard_state,
 )
-from lightning_zero.engine.state_view import StateView
+from lightning_zero.engine.state_view import StateView, unviewed
 
 if TYPE_CHECKING:
     from lightning_zero.engine.optimizer import OptimizerDriver
@@ -43,7 +43,9 @@ class UserState:
         return self._driver.handle_of(key) if isinstance(key, Tensor) else None
 
     def flush(self) -> None:
-        """Bring what users have changed in the state into the segments. Local."""
+        """Bring what users have changed in the state into the segments. Every rank; collective if
+        they have moved entries that they have not read.
+        """
         self.take_replaced()
         for key, entries in self.view.edits().items():
             handle = self.handle_of(key)
@@ -55,12 +57,32 @@ class UserState:
                 self._driver.inner.state[key] = entries
 
     def take_replaced(self) -> None:
-        """Take over a whole new ``state`` that was put into the user's optimizer. Local."""
+        """Take over a whole new ``state`` that was put into the user's optimizer. Every rank;
+        collective if it holds entries of the old one that nobody has read.
+        """
         state = self._driver.user.__dict__["state"]
         if state is self.view or state is self._driver.inner.state:
             return
-        self._import(state)
+        self.check_apart(state.items())
+        self._import({key: unviewed(entries) for key, entries in state.items()})
         self._driver.user.__dict__["state"] = self.view
+
+    def check_apart(self, items: Iterable[tuple[Any, Any]]) -> None:
+        """Raise ``RuntimeError`` if two parameters have entries, or a tensor, in common."""
+        owners: dict[int, ParamHandle] = {}
+        for key, entries in items:
+            handle = self.handle_of(key)
+            if handle is None or not isinstance(entries, dict):
+                continue
+            tensors = [value for value in dict.values(entries) if isinstance(value, Tensor)]
+            for thing in (entries, *tensors):
+                other = owners.setdefault(id(thing), handle)
+                if other is not handle:
+                    raise RuntimeError(
+                        f"In the optimizer's state the state of two parameters, '{other.fqn}' and"
+                        f" '{handle.fqn}', is the same object. A step would change it twice, which"
+                        " shards can not follow: put a copy in one of the places."
+                    )
 
     def _import(self, state: Mapping[Any, dict[str, Any]]) -> None:
         self._driver.wait()
@@ -121,6 +143,10 @@ class UserState:
 
     def has_own_format(self, method: str) -> bool:
         """Whether code of the user's makes or reads state dicts."""
+        if method == "load_state_dict":
+            set_state = self._driver.plain_class.__setstate__
+            if not set_state.__module__.startswith("torch.optim"):
+                return True  # it is given the whole state
         hooks = [f"_optimizer_{method}_{when}_hooks" for when in ("pre", "post")]
         return overrides(self._driver.plain_class, method) or any(
             map(self._driver.user.__dict__.get, hooks)
