@@ -238,7 +238,11 @@ class OptimizerDriver:
                 dropped = [segment for segment in active if segment.param.grad is None]
             finally:
                 self._drop_gradients()
-        if closure is not None and not self._is_torchs and inspect.isfunction(self.plain_class.step):
+        if (
+            closure is not None
+            and not self._is_torchs
+            and inspect.isfunction(self.plain_class.step)
+        ):
             self._note_closure(stepped is not None, was_called=was_called)
         if stepped is None:
             return result  # it has not called its closure

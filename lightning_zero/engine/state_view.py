@@ -5,9 +5,9 @@
 look after a step, and the first at each parameter, is collective, as a read of the parameter is.
 What is changed in it, in place, by new entries, by ``del`` or ``clear``, or by a whole new
 ``state``, goes into the segments before they are used the next time. Every rank has to make the
-same changes, as it does under DDP. Entries may be moved to another parameter, but not shared by two.
-Entries that are held across a step are looked up anew when they are used; a tensor of theirs that is
-changed after a later step is an old copy, and refused.
+same changes, as it does under DDP. Entries may be moved to another parameter, but not be shared by
+two. Entries that are held across a step are looked up anew when they are used; a tensor of theirs
+that is changed after a later step is an old copy, and refused.
 """
 
 from __future__ import annotations

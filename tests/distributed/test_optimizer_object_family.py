@@ -4,6 +4,7 @@ optimizers that treat their closure in other ways, hooks at every moment, offloa
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -192,6 +193,39 @@ class Remembers(Base):
         return loss
 
 
+class Decorated(optim.Adam):
+    """Its method is torch's own with something around it that looks like it."""
+
+    count = 0
+
+    @functools.wraps(optim.Adam.step)
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = optim.Adam.step(self, closure)
+        self.count += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(1 - 0.01 * self.count)
+        return loss
+
+
+class SetsState(optim.Adam):
+    """Changes what it loads where torch puts it in its place."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for entries in self.state.values():
+            entries["exp_avg"] = entries["exp_avg"] * 0.5
+
+
+class Reloads(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        opt = _raw(self)
+        self.note("count", getattr(opt, "count", None))
+        if batch_idx == 2:
+            opt.load_state_dict(opt.state_dict())
+
+
 class Ignores(Base):
     """Has no use for a closure."""
 
@@ -298,6 +332,8 @@ CASES = {
     "calls_first": Case(partial(NotesState, Twins, CallsFirst), SEVEN, reference=UNUSED),
     "remembers": Case(partial(NotesState, Twins, Remembers), SEVEN, reference=UNUSED),
     "remembers_manual": Case(partial(Manual, Remembers), SEVEN, reference=UNUSED),
+    "decorated": Case(partial(Reloads, mlp, partial(Decorated, lr=1e-2))),
+    "sets_state": Case(partial(Reloads, mlp, partial(SetsState, lr=1e-2))),
     "two_of_them": Case(TwoOfThem, SEVEN, reference=UNUSED),
     "adds": Case(partial(Adds, MOMENTUM)),
 }
