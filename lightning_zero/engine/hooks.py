@@ -59,6 +59,7 @@ class _ModuleHook:
 
     def __init__(self, module: nn.Module, engine: ZeroEngine, units: list[ZeroUnit]) -> None:
         self._module, self._engine, self._units = weakref.ref(module), weakref.ref(engine), units
+        self._used_directly = _used_directly(module, engine, units)
         self._act_uncompiled = torch.compiler.disable(
             self._act
         )  # compiled modules break their graph here
@@ -106,6 +107,17 @@ class _ModuleHook:
         return True
 
 
+def _used_directly(
+    module: nn.Module, engine: ZeroEngine, units: Container[ZeroUnit]
+) -> list[nn.Parameter]:
+    """The parameters that the module's forward may give to saved-tensor hooks of its own."""
+    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    if engine.saved is None or (is_of_torch and "forward" not in vars(module)):
+        return []
+    entries = {param: handle_of(param) for param in module.parameters()}
+    return [p for p, entry in entries.items() if entry and engine.unit_of(entry[0]) in units]
+
+
 class _Enter(_ModuleHook):
     def _act(self, engine: ZeroEngine, module: nn.Module, *args: Any) -> Any:
         engine.calls.enter()
@@ -113,7 +125,7 @@ class _Enter(_ModuleHook):
             for unit in self._units:
                 engine.enter(unit)
         if engine.saved is not None:
-            engine.saved.enter(module, self._units)
+            engine.saved.enter(module, self._units, self._used_directly)
         return None
 
 
@@ -123,7 +135,7 @@ class _Leave(_ModuleHook):
         if engine.saved is not None:
             if output is None:  # as it is after an exception
                 engine.saved.explain(sys.exc_info()[1], module)
-            engine.saved.leave()
+            engine.saved.leave(self._units)
             output = keep_no_views(engine.weights.by_storage, module, output)
         with outside_of_transforms():
             for unit in self._units:

@@ -5,21 +5,23 @@ live in a gathered unit by where they lie in it; unpacking one in backward bring
 That saves memory and is not needed for the numbers: memory is dropped and never emptied
 ([Note: who owns storage]), so weights that others keep are right as they are, by a custom function
 on its ``ctx``, by activation checkpointing, by ``save_on_cpu`` or hooks of the user's own. Where
-such hooks are installed ours stand back, and a module computes with aliases of its parameters: who
-keeps a parameter *object* would find a placeholder in it later. Inside of ``torch.func``, which
-allows no hooks, and of ``full_params``, units stay whole until the next step.
+such hooks are installed ours stand back. Who keeps a parameter *object* would find a placeholder in
+it later. So modules compute with aliases of frozen parameters there, and a unit stays whole until
+the next step if somebody holds one of its objects when a call ends (aliases of trained ones would
+change the order in which autograd adds). It stays as well inside of ``torch.func``, which allows no
+hooks, and of ``full_params``.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint
 
 from lightning_zero.engine.buffer import FlatBuffer
 from lightning_zero.engine.guard import handle_of
@@ -51,10 +53,14 @@ class _Placed(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A module call under way: our hooks if it has installed them, and what it uses aliases of."""
+    """A module call under way: our hooks if it has installed them, the frozen parameters that it
+    uses aliases of, and those that somebody may keep, with how many held them before.
+    """
 
     installed: saved_tensors_hooks | None
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]]
+    used: Sequence[nn.Parameter]
+    num_holders: int
 
 
 class SavedTensors:
@@ -66,32 +72,86 @@ class SavedTensors:
         self._calls: list[_Call] = []
         self._hooks = self._pack, self._unpack
 
-    def enter(self, module: nn.Module, units: Sequence[ZeroUnit]) -> None:
-        """A call of ``module`` begins, its weights are gathered in ``units``."""
-        installed, replaced = None, []
+    def enter(
+        self, module: nn.Module, units: Sequence[ZeroUnit], used: Sequence[nn.Parameter]
+    ) -> None:
+        """A call of ``module`` begins, its weights are gathered in ``units``; ``used``: those that
+        it may give to saved-tensor hooks of its own.
+        """
+        call = _Call(None, [], (), 0)
         if is_in_transform():  # no hooks are allowed, and nothing tells when it has ended
             for unit in units:
                 unit.is_in_graph = True
         elif torch.is_grad_enabled():
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if any(unit.num_holds for unit in units):
-                pass  # they stay whole for longer than the call
-            elif top is None and torch._C._autograd._saved_tensors_hooks_is_enabled():
-                installed = saved_tensors_hooks(*self._hooks)
-                installed.__enter__()
-            elif top is not None and top[0] is not self._hooks[0]:
-                replaced = _use_aliases(module, only_frozen=_detaches(top[0]))
-        self._calls.append(_Call(installed, replaced))
+            is_foreign = top is not None and top[0] is not self._hooks[0]
+            if not any(unit.num_holds for unit in units):  # else they outlast the call anyway
+                if is_foreign:
+                    used = list({param: None for _, _, param in self._places(module, units)})
+                num_holders = _num_holders(used)  # before others take hold here
+                installed = self._install() if top is None else None
+                replaced = self._replace_frozen(module, units) if is_foreign else []
+                call = _Call(installed, replaced, used, num_holders)
+        self._calls.append(call)
 
-    def leave(self) -> None:
+    def leave(self, units: Sequence[ZeroUnit] = ()) -> None:
         """The innermost call has ended, perhaps with an exception."""
         if not self._calls:
             return
         call = self._calls.pop()
-        for params, name, param in call.replaced:
+        while call.replaced:
+            params, name, param = call.replaced.pop()
             params[name] = param
+            del param  # not to be counted
         if call.installed is not None:
-            call.installed.__exit__()
+            self._uninstall(call.installed)
+        if call.used and _num_holders(call.used) > call.num_holders:
+            for unit in units:
+                unit.is_in_graph = True
+
+    def _install(self) -> saved_tensors_hooks | None:
+        autograd: Any = torch._C._autograd  # its stub does not know the question
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return None
+        installed = saved_tensors_hooks(*self._hooks)
+        installed.__enter__()
+        return installed
+
+    def _uninstall(self, installed: saved_tensors_hooks) -> None:
+        """Take our hooks away, and not those that somebody has put over them during the call and
+        means to stay longer.
+        """
+        over = []
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        while top is not None and top[0] is not self._hooks[0]:
+            over.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None:
+            installed.__exit__()
+        for pack, unpack in reversed(over):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    def _places(
+        self, module: nn.Module, units: Sequence[ZeroUnit]
+    ) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Where a module and those below it have parameters of these units."""
+        engine = self._engine()
+        for below in () if engine is None else module.modules():
+            params: dict[str, Any] = below._parameters
+            for name, param in params.items():
+                entry = None if param is None else handle_of(param)
+                if entry is not None and engine is not None and engine.unit_of(entry[0]) in units:
+                    yield params, name, param
+
+    def _replace_frozen(
+        self, module: nn.Module, units: Sequence[ZeroUnit]
+    ) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Put aliases of its frozen parameters into a module; returns what has to be put back."""
+        replaced = [place for place in self._places(module, units) if not place[2].requires_grad]
+        for params, name, param in replaced:
+            params[name] = param.detach()
+        return replaced
 
     def explain(self, error: BaseException | None, module: nn.Module) -> None:
         """Say in an error of ``torch.func`` what its user can do about our hooks."""
@@ -173,23 +233,22 @@ def _check_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
         )
 
 
-def _detaches(pack: Any) -> bool:
-    """Whether a pack hook keeps no trained parameters themselves."""
-    return getattr(pack, "__module__", None) == checkpoint.__name__
+def _num_holders(params: Collection[nn.Parameter]) -> int:
+    """How many hold the parameters as objects of Python, whether or not graphs hold them too."""
+    count: int = sum(map(sys.getrefcount, params))
+    if _GRAPHS_HOLD_OBJECTS:
+        with torch._C.DisableTorchFunctionSubclass():
+            untyped: Collection[Any] = params
+            count -= sum(param._use_count() > 1 for param in untyped)
+    return count
 
 
-def _use_aliases(
-    module: nn.Module, *, only_frozen: bool
-) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-    """Put aliases of its own parameters into a module; returns what has to be put back."""
-    params: dict[str, Any] = module._parameters
-    replaced = [
-        (params, name, param)
-        for name, param in params.items()
-        if param is not None
-        and handle_of(param) is not None
-        and not (only_frozen and param.requires_grad)
-    ]
-    for _, name, param in replaced:
-        params[name] = param.view_as(param) if param.requires_grad else param.detach()
-    return replaced
+def _graphs_hold_objects() -> bool:
+    """Whether a tensor that is used by C++ counts as a holder of its object of Python."""
+    param = nn.Parameter(torch.empty(1))
+    count = sys.getrefcount(param)
+    view = param.view(1)
+    return view is not None and sys.getrefcount(param) > count
+
+
+_GRAPHS_HOLD_OBJECTS = _graphs_hold_objects()  # versions of torch differ
