@@ -71,7 +71,8 @@ class ParamHandle:
         buffer, index: the flat buffer and the slot in it.
         stride: the strides with which it lies there.
         view: its full value as a view of ``buffer.full``, with the parameter's shape and strides;
-            without memory (on the meta device) while the full value is not there.
+            ``resting`` while the full value is not there.
+        resting: the same without memory, on the meta device.
         placeholder: what ``param.data`` is while the full value is not there.
     """
 
@@ -83,6 +84,7 @@ class ParamHandle:
         "param",
         "placeholder",
         "plain_class",
+        "resting",
         "stride",
         "view",
     )
@@ -98,6 +100,7 @@ class ParamHandle:
         self.index: int
         self.stride: tuple[int, ...]
         self.view: Tensor
+        self.resting: Tensor
 
     def strided(self, flat: Tensor, offset: int) -> Tensor:
         """The parameter as a view of ``flat``, where its elements begin at ``offset``."""
@@ -164,7 +167,11 @@ class FlatBuffer:
             collectives.broadcast(initial, f"the initial weights of {name}")
         self._own = self.layout.shard_range(self.rank)
         self.full = initial.to(self.dtype)
+        self._nothing = self.full.new_empty(0)
         self.nbytes = self.full.untyped_storage().nbytes()
+        self._place_views(torch.empty(self.layout.numel, dtype=self.dtype, device="meta"))
+        for handle in self.handles:
+            handle.resting = handle.view
         self._place_views(self.full)
         for handle in self.handles:
             handle.set_data(handle.view)
@@ -256,8 +263,8 @@ class FlatBuffer:
         """Let go of the memory of ``full``; parameters become placeholders."""
         for handle in self.handles:
             handle.set_data(handle.placeholder)
-        self._place_views(torch.empty(self.layout.numel, dtype=self.dtype, device="meta"))
-        self.full = self.full.new_empty(0)
+            handle.view = handle.resting
+        self.full = self._nothing
 
     def give_back(self) -> None:
         """Give every parameter its full value in host memory of its own, as in a plain module.
@@ -279,7 +286,7 @@ class FlatBuffer:
         self._drop()
 
     def _drop(self) -> None:
-        self.full = self.full.new_empty(0)
+        self.full = self._nothing
         self.shard.free()
         if self.model is not None:
             self.model.free()

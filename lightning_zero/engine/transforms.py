@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -14,16 +14,14 @@ def is_in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-@contextlib.contextmanager
-def outside_of_transforms() -> Iterator[None]:
+_NOTHING = contextlib.nullcontext()
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
     """Inside, tensors are plain: a gather is no part of what is transformed, just as a parameter
     that a transformed function uses is a constant to it.
     """
-    if not is_in_transform():
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
+    return temporarily_clear_interpreter_stack() if is_in_transform() else _NOTHING
 
 
 def tracer() -> str | None:
