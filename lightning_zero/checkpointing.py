@@ -27,8 +27,9 @@ from lightning_zero.checkpoint.lazy import read_all, unpack, unread
 from lightning_zero.checkpoint.loading_code import looked_at
 from lightning_zero.checkpoint.packing import gather_whole, pack
 from lightning_zero.checkpoint.random_state import set_random_states
+from lightning_zero.endings import Ending, agree_on_ending
 from lightning_zero.engine.driven import driver_of, parameters_of
-from lightning_zero.errors import OffloadError, PeerFailedError, RankMismatchError
+from lightning_zero.errors import PeerFailedError, RankMismatchError, ZeroError
 from lightning_zero.precision import ZeroPrecision
 
 if TYPE_CHECKING:
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from lightning_zero.comm.collectives import Collectives
     from lightning_zero.config import ZeroConfig
     from lightning_zero.engine.engine import ZeroEngine
-
-
-_BREAKS = (OffloadError, PeerFailedError, RankMismatchError)
 
 
 class CheckpointingStrategy(DDPStrategy):
@@ -54,26 +52,52 @@ class CheckpointingStrategy(DDPStrategy):
     engine: ZeroEngine | None
     _collectives: Collectives
     _saved_run: Mapping[str, Any] = {}
+    _is_running = False
+    _ending: Ending | None = None
 
     def is_interrupted(self) -> bool:
         """Whether the run is ending because of an exception."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
+    def ending(self, error: BaseException | None = None) -> Ending | None:
+        """What the ranks can still do together while a run is being broken off; None while it is
+        not. The first call takes some seconds if not all ranks come here.
+        """
+        if not (self._is_running and self.is_interrupted()):
+            return None
+        if self._ending is None:
+            error = sys.exc_info()[1] if error is None else error
+            self._ending = agree_on_ending(error, self.engine, self._collectives)
+        return self._ending
+
     @property
     def _is_broken(self) -> bool:
-        """Whether a failure is being handled after which the ranks can not act together, or what
-        they hold is no whole step.
-        """
-        return self.is_interrupted() and isinstance(sys.exc_info()[1], _BREAKS)
+        """Whether an error is being handled after which nothing can be saved."""
+        ending = self.ending()
+        return ending is not None and not ending.saves
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, unless they can not come any more."""
-        if not self._is_broken:
+        ending = self.ending()
+        if ending is None:
             if self.engine is not None:
                 self.engine.meet()
             super().barrier(*args, **kwargs)
+        elif ending.saves:  # the default group may be shut down
+            with contextlib.suppress(ZeroError):
+                self._collectives.all_gather_object(None, "a barrier after an error")
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object; this rank's own where the ranks can not talk any more."""
+        ending = self.ending()
+        if ending is None:
+            return super().broadcast(obj, src)
+        if not ending.saves:
+            return obj
+        return self._collectives.all_gather_object(obj, "a broadcast after an error")[src]
 
     # -- saving
 
@@ -127,9 +151,21 @@ class CheckpointingStrategy(DDPStrategy):
 
         Nothing is written while a failure is handled that leaves the ranks apart.
         """
-        if self._is_broken:
-            warnings.warn(f"'{filepath}' is not saved: {sys.exc_info()[1]}", stacklevel=2)
+        ending = self.ending()
+        if ending is not None and not ending.saves:
+            warnings.warn(f"'{filepath}' is not saved: {ending.reason}", stacklevel=2)
             return
+        try:
+            self._save(checkpoint, filepath, storage_options)
+        except (PeerFailedError, RankMismatchError) as error:
+            if ending is None:
+                raise
+            # the error that ends the run is the one to be seen
+            warnings.warn(f"'{filepath}' is not saved: {error}", stacklevel=2)
+
+    def _save(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
         if self.engine is not None:
             self.engine.meet(is_last=True)
         path = self._collectives.all_gather_object(str(filepath), f"saving '{filepath}'")[0]

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_zero import allocator
 from lightning_zero.comm.collectives import Collectives, SingleRank
 from lightning_zero.comm.groups import collectives_for, default_store
-from lightning_zero.comm.watch import open_sockets
+from lightning_zero.comm.watch import is_lost_connection, open_sockets
 from lightning_zero.config import MEBIBYTE, ZeroConfig
 from lightning_zero.engine.checks import check_materialized, names_on_meta
 from lightning_zero.engine.driven import check_methods, driver_of, parameters_of
@@ -34,7 +34,7 @@ from lightning_zero.engine.engine import ZeroEngine, engine_of
 from lightning_zero.engine.memory import MemoryRow, memory_report
 from lightning_zero.engine.optimizer import release_optimizer
 from lightning_zero.engine.probe import check_element_wise, check_steps_in_parts
-from lightning_zero.errors import ZeroError
+from lightning_zero.errors import PeerFailedError, RankMismatchError
 from lightning_zero.offload_devices import OffloadPlaces, announce
 from lightning_zero.offloading import OffloadingStrategy, offload_config
 from lightning_zero.precision import ZeroPrecision, adapt_precision
@@ -202,10 +202,11 @@ class ZeroStrategy(OffloadingStrategy):
             )
         before = open_sockets()
         super().setup_environment()
-        joined = open_sockets() - before
+        joined = {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
         self._collectives = collectives_for(self.root_device, self.config.stall_timeout, joined)
         if self._collectives.watch is not None:
             self._collectives.watch.start(default_store())
+        self._is_running, self._ending = True, None
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -404,26 +405,32 @@ class ZeroStrategy(OffloadingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or say what they told."""
+        self.ending(exception)
         watch = self._collectives.watch
-        if watch is not None:
-            watch.report_failure(exception)
-            if watch.reason is not None and not isinstance(exception, ZeroError):
-                # one of Lightning's own collectives was interrupted
-                exception.args = (f"{watch.reason} ({exception})",)
+        reason = None if watch is None else watch.reason
+        if reason is not None and reason is not exception and is_lost_connection(exception):
+            # it was one of Lightning's own collectives, or of the user's
+            exception.args = (f"{reason} ({exception})",)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         """Give the module its full weights back and free everything else.
 
-        Collective unless the run was interrupted.
+        Collective, unless the run was broken off and not all ranks are there any more.
         """
+        ending = self.ending()
         engine, self.engine = self.engine, None
+        gather = self.config.gather_after_fit and (ending is None or ending.gathers)
         try:
             if engine is not None:
                 self._held.close()
-                engine.close(gather=self.config.gather_after_fit and not self.is_interrupted())
+                engine.close(gather=gather)
+        except (PeerFailedError, RankMismatchError):
+            if ending is None:  # else the error that ends the run is the one to be seen
+                raise
         finally:
+            self._is_running = False
             self.close_parking()
             if self._collectives.watch is not None:
                 self._collectives.watch.stop()
@@ -447,6 +454,7 @@ class ZeroStrategy(OffloadingStrategy):
             "engine": None,
             "_collectives": SingleRank(),
             "_held": contextlib.ExitStack(),
+            "_ending": None,
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -147,8 +147,15 @@ class GroupCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, watch: StallWatch) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), watch)
+        self.watch: StallWatch = watch
+        self.is_stale = False  # the groups are not fit for another run
         self._group = group
         self._watch = watch
+
+    def use_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Talk over other groups of the same ranks from now on."""
+        self._group = groups[-1]
+        self.is_stale = False
 
     def _pending(
         self,
@@ -213,6 +220,11 @@ class NativeCollectives(GroupCollectives):
         super().__init__(reduce_group, watch)
         self._gather_group = gather_group
         self._order = 0
+
+    def use_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """See the base class."""
+        super().use_groups(groups)
+        self._gather_group = groups[0]
 
     def start_all_gather(self, flat: Tensor, shard: Tensor, label: str, tag: int) -> Pending:
         """See the base class."""

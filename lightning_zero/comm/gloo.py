@@ -49,6 +49,7 @@ class GlooExchange(GroupCollectives):
             [(rank, shard) for rank in self._peers()],
             [(rank, slices[rank]) for rank in self._peers()],
             tag * _KINDS + _GATHER,
+            label,
         )
         if shard.data_ptr() != slices[self.rank].data_ptr():
             slices[self.rank].copy_(shard)
@@ -63,6 +64,7 @@ class GlooExchange(GroupCollectives):
             [(rank, parts[rank]) for rank in self._peers()],
             list(received.items()),
             tag * _KINDS + _REDUCE,
+            label,
         )
 
         def add_up() -> None:
@@ -84,7 +86,7 @@ class GlooExchange(GroupCollectives):
             else:
                 receives.append((owned.rank, part))
         return self._pending(
-            self._exchange(sends, receives, tag * _KINDS + _RANGES), label, is_read=True
+            self._exchange(sends, receives, tag * _KINDS + _RANGES, label), label, is_read=True
         )
 
     def _peers(self) -> list[int]:
@@ -92,11 +94,18 @@ class GlooExchange(GroupCollectives):
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _exchange(
-        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+        self,
+        sends: list[tuple[int, Tensor]],
+        receives: list[tuple[int, Tensor]],
+        tag: int,
+        label: str,
     ) -> list[Any]:
-        works = [self._group.recv([part], rank, tag) for rank, part in receives if part.numel()]
-        for rank, part in sends:
-            if part.numel():
-                self.counters.sent_bytes += nbytes(part)
-                works.append(self._group.send([part], rank, tag))
+        try:
+            works = [self._group.recv([part], rank, tag) for rank, part in receives if part.numel()]
+            for rank, part in sends:
+                if part.numel():
+                    self.counters.sent_bytes += nbytes(part)
+                    works.append(self._group.send([part], rank, tag))
+        except RuntimeError as error:  # another rank has gone before this one has begun to wait
+            raise self._watch.explain(error, label) from error
         return works

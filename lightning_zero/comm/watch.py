@@ -36,23 +36,67 @@ _POLL_SECONDS = 0.5
 _SUSPICIOUS_SECONDS = 2.0
 _EXIT_GRACE_SECONDS = 10.0
 _READ_STALL = timedelta(seconds=6)
+_REASON_SECONDS = 3.0
+# How gloo, NCCL and the store say that whoever they talk to is not there.
+_CONNECTION_WORDS = (
+    "connection",
+    "connect",
+    "socket",
+    "peer",
+    "timed out",
+    "timeout",
+    "nccl",
+    "gloo",
+    "broken pipe",
+)
 
 
-def open_sockets() -> set[int]:
-    """File descriptors of this process's sockets (Linux; elsewhere empty)."""
-    found = set()
+def is_about_connections(error: BaseException) -> bool:
+    """Whether an error says that another rank can not be reached, not that something is wrong here:
+    on CUDA any earlier fault may be raised where the host waits.
+    """
+    text = str(error).lower()
+    is_of_the_device = "cuda error" in text or "device-side assert" in text
+    return isinstance(error, dist.DistBackendError) or (
+        not is_of_the_device and any(words in text for words in _CONNECTION_WORDS)
+    )
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether a collective of torch has failed because another rank could not be reached."""
+    trace = None if error is None else error.__traceback__
+    if error is None or trace is None or not isinstance(error, RuntimeError):
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    is_of_torch = "torch/distributed" in trace.tb_frame.f_code.co_filename
+    return is_of_torch and is_about_connections(error)
+
+
+Sockets = dict[int, str]
+"""File descriptors, each with the name of the socket that it stood for when it was seen."""
+
+
+def open_sockets() -> Sockets:
+    """The sockets of this process (Linux; elsewhere none)."""
+    found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    found.add(int(name))
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
     return found
 
 
-def _shut_down(descriptors: set[int], spared_port: int | None) -> None:
-    for descriptor in descriptors:
+def _shut_down(sockets: Sockets, spared_port: int | None) -> None:
+    for descriptor, target in sockets.items():
         with contextlib.suppress(OSError):
-            sock = socket.socket(fileno=os.dup(descriptor))
+            copy = os.dup(descriptor)
+            if os.readlink(f"/proc/self/fd/{copy}") != target:
+                os.close(copy)  # the number has been given to something else
+                continue
+            sock = socket.socket(fileno=copy)
             try:
                 ports = {sock.getpeername()[1], sock.getsockname()[1]}
                 if spared_port not in ports:
@@ -82,10 +126,10 @@ class StallWatch:
         rank: this rank.
         world_size: number of ranks.
         timeout: how long all ranks may be blocked in different operations.
-        sockets: descriptors to shut down in order to wake the main thread.
+        sockets: what to shut down in order to wake the main thread.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta, sockets: set[int]) -> None:
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, sockets: Sockets) -> None:
         self._rank, self._world_size, self.timeout = rank, world_size, timeout
         self._sockets = sockets
         self._label: str | None = None
@@ -95,6 +139,7 @@ class StallWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: c10d.Store | None = None
+        self._is_ending = False
         self.reason: ZeroError | None = None
 
     # -- the watched thread
@@ -106,6 +151,8 @@ class StallWatch:
         try:
             yield
         except RuntimeError as error:
+            if not is_about_connections(error):
+                raise
             explained = self.explain(error, label)
             raise explained from (None if explained is self.reason else error)
         finally:
@@ -113,21 +160,36 @@ class StallWatch:
 
     def explain(self, error: BaseException, label: str) -> BaseException:
         """The error to raise in place of a broken connection."""
-        deadline = time.monotonic() + 3 * _POLL_SECONDS
-        while self.reason is None and self._thread is not None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS / 5)
-        if self.reason is not None:
-            return self.reason
+        reason = self.await_reason()
+        if reason is not None:
+            return reason
         return PeerFailedError(
             f"Rank {self._rank} lost another rank while it waited for {label}: {error}"
         )
 
+    def await_reason(self) -> ZeroError | None:
+        """Why a connection broke, as soon as this watch or another rank's knows; None if nobody
+        says.
+        """
+        deadline = time.monotonic() + _REASON_SECONDS
+        while self.reason is None and time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError, ValueError):
+                if self._store is not None and self._learn():
+                    break
+            time.sleep(_POLL_SECONDS / 10)
+        return self.reason
+
     # -- life cycle
+
+    def watch_sockets(self, sockets: Sockets) -> None:
+        """Know of more sockets."""
+        self._sockets.update(sockets)
 
     def start(self, store: c10d.Store) -> None:
         """Begin to watch. Every rank, as often as the others."""
         self._run += 1
         self.reason = None
+        self._is_ending = False
         if self._store is None:  # one connection serves all runs
             clone = getattr(store, "clone", None)
             with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -147,13 +209,34 @@ class StallWatch:
         self._thread = None
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed."""
+        """Tell the other ranks that this one failed, unless one has said so before."""
         if self._store is None or isinstance(error, (PeerFailedError, RankMismatchError)):
             return
+        text = f"rank {self._rank}: {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):
-            self._store.set(
-                self._key("failed"), f"rank {self._rank}: {type(error).__name__}: {error}"
-            )
+            self._store.compare_set(self._key("failed"), "", text)
+
+    def ask_all(
+        self, error: BaseException | None, state: dict[str, Any], patience: float
+    ) -> list[dict[str, Any]] | None:
+        """The states of all ranks, by rank, if each asks within ``patience`` seconds. Once in a
+        run: from now on this rank is not interrupted because others have failed.
+        """
+        self._is_ending = True
+        if error is not None:
+            self.report_failure(error)
+        if self._store is None:
+            return None
+        keys = [self._key(f"ending/{rank}") for rank in range(self._world_size)]
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._store.set(keys[self._rank], json.dumps(state))
+            while not self._store.check(keys):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_POLL_SECONDS / 10)
+            return [json.loads(self._store.get(key)) for key in keys]
+        return None
 
     # -- the watching thread
 
@@ -161,7 +244,7 @@ class StallWatch:
         return f"lightning_zero/{self._run}/{name}"
 
     def _watch(self) -> None:
-        suspicions = 0
+        suspicions = alarms = 0
         blocked_at: tuple[str, float] | None = None
         published = False
         while not self._stop.wait(_POLL_SECONDS):
@@ -170,7 +253,9 @@ class StallWatch:
                 blocked_at = (place, time.monotonic()) if place is not None else None
             seconds = time.monotonic() - blocked_at[1] if blocked_at else 0.0
             try:
-                if place is not None and self._peer_failed():
+                # once may be chance: a rank that is about to fail by itself is let to
+                alarms = alarms + 1 if place is not None and self._peer_failed() else 0
+                if alarms >= 2:
                     return self._interrupt()
                 if place is None or seconds < _SUSPICIOUS_SECONDS:
                     suspicions = 0
@@ -178,8 +263,11 @@ class StallWatch:
                         published = self._publish(None, 0.0)
                     continue
                 published = self._publish(place, seconds)
-                suspicions = suspicions + 1 if self._mismatch(place, seconds) else 0
+                mismatch = self._mismatch(place, seconds)
+                suspicions = suspicions + 1 if mismatch is not None else 0
                 if suspicions >= 3:
+                    assert self._store is not None
+                    self._store.set(self._key("mismatch"), str(mismatch))
                     return self._interrupt()
             except (
                 RuntimeError,
@@ -202,18 +290,28 @@ class StallWatch:
         return place is not None
 
     def _peer_failed(self) -> bool:
+        return not self._is_ending and self._failure_of_a_peer() is not None
+
+    def _failure_of_a_peer(self) -> str | None:
         assert self._store is not None
         if not self._store.check([self._key("failed")]):
-            return False
+            return None
         text = self._store.get(self._key("failed")).decode()
-        if text.startswith(f"rank {self._rank}:"):
-            return False
-        self.reason = PeerFailedError(
-            f"Rank {self._rank} stops because another rank failed. {text}"
-        )
-        return True
+        return None if text.startswith(f"rank {self._rank}:") else text
 
-    def _mismatch(self, place: str, seconds: float) -> bool:
+    def _learn(self) -> bool:
+        """Take the reason that some rank has published, if there is one."""
+        assert self._store is not None
+        text = self._failure_of_a_peer()
+        if text is not None:
+            self.reason = PeerFailedError(
+                f"Rank {self._rank} stops because another rank failed. {text}"
+            )
+        elif self._store.check([self._key("mismatch")]):
+            self.reason = RankMismatchError(self._store.get(self._key("mismatch")).decode())
+        return self.reason is not None
+
+    def _mismatch(self, place: str, seconds: float) -> RankMismatchError | None:
         assert self._store is not None
         places = {self._rank: place}
         longest, is_read = seconds, self._is_read
@@ -224,24 +322,24 @@ class StallWatch:
             if is_known:
                 state = json.loads(self._store.get(key))
             if state["place"] is None:
-                return False
+                return None
             places[rank] = state["place"]
             longest, is_read = min(longest, state["seconds"]), is_read or state["is_read"]
         limit = min(self.timeout, _READ_STALL) if is_read else self.timeout
         if len(set(places.values())) == 1 or longest < limit.total_seconds() / 2:
-            return False
+            return None
         lines = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in sorted(places))
-        self.reason = RankMismatchError(
+        return RankMismatchError(
             f"The ranks wait for different operations and none can finish: {lines}. Every rank has"
             " to train on the same number of batches; under stage 3 it also has to use the same"
             " modules and read the same parameters in the same order. Where ranks take different"
             " paths, wrap the code in `lightning_zero.full_params(module)` or use stage 2."
         )
-        return True
 
     def _interrupt(self) -> None:
         """Wake the main thread; if it does not wake up, leave."""
-        assert self.reason is not None
+        if self.reason is None and not self._learn():
+            return
         master_port = os.environ.get("MASTER_PORT", "")
         _shut_down(self._sockets, int(master_port) if master_port.isdigit() else None)
         self._abort_device_groups()

@@ -22,6 +22,7 @@ from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
 from lightning_zero.engine.calls import ModuleCalls
 from lightning_zero.engine.checks import check_aliases, check_module
 from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
+from lightning_zero.engine.ending import Progress, close_units, give_up, recover
 from lightning_zero.engine.full_params import held
 from lightning_zero.engine.grads import GradReducer
 from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks
@@ -100,7 +101,13 @@ class ZeroEngine:
         check_module(module)
         if optimizers:  # without, nothing is written
             check_aliases(module, device)
-        self.units = self._build_units(optimizers, param_dtypes(module, policy))
+        self.progress = Progress()
+        built: list[FlatBuffer] = []
+        try:
+            self.units = self._build_units(optimizers, param_dtypes(module, policy), built)
+        except BaseException:
+            give_up(built)
+            raise
         self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self._unit_of = {handle: unit for unit in self.units for handle in unit.handles}
@@ -131,7 +138,10 @@ class ZeroEngine:
     # -- building
 
     def _build_units(
-        self, optimizers: Sequence[Optimizer], dtypes: Mapping[nn.Parameter, ParamDtypes]
+        self,
+        optimizers: Sequence[Optimizer],
+        dtypes: Mapping[nn.Parameter, ParamDtypes],
+        built: list[FlatBuffer],
     ) -> list[ZeroUnit]:
         group_of = {
             param: (i, j)
@@ -139,7 +149,7 @@ class ZeroEngine:
             for j, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         }
-        units, num_buffers = [], 0
+        units = []
         max_bytes = MAX_UNIT_BYTES if self.offload is None else self.offload.max_unit_bytes
         for index, plan in enumerate(
             plan_units(self.module, self.config.bucket_bytes, self.config.unit_classes, max_bytes)
@@ -157,7 +167,7 @@ class ZeroEngine:
                     for fqn, param in members
                 ]
                 buffer = FlatBuffer(
-                    num_buffers,
+                    len(built),
                     plan.name,
                     handles,
                     kind.dtypes,
@@ -165,9 +175,9 @@ class ZeroEngine:
                     self.collectives,
                     self.offload,
                 )
+                built.append(buffer)
                 self._place(buffer)
                 buffers.append(buffer)
-                num_buffers += 1
             units.append(ZeroUnit(index, plan.name, buffers))
         return units
 
@@ -202,7 +212,7 @@ class ZeroEngine:
                 stack.callback(self.saved.reset)
             yield
         if not is_training:
-            self._release_weights()
+            self.release_weights()
 
     def unit_of(self, handle: ParamHandle) -> ZeroUnit | None:
         """The unit of a parameter; None if another engine holds it."""
@@ -240,7 +250,8 @@ class ZeroEngine:
         """A backward begins, of a loss that was multiplied by ``loss_scale``; every rank."""
         if self._backward_is_open:
             return
-        self._backward_is_open = True
+        self._backward_is_open = self.progress.is_in_backward = True
+        self.progress.backwards += 1
         with torch._C.DisableTorchFunctionSubclass():
             for handle in self.handles:
                 if handle.param.requires_grad and handle not in self._has_grad_hook:
@@ -274,9 +285,11 @@ class ZeroEngine:
         self._backward_is_open = False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.grads.end_backward()
-        self._release_weights(drops_graphs=False)  # another backward of the same graph may follow
+        self.progress.is_in_backward = False
+        self.release_weights(drops_graphs=False)  # another backward of the same graph may follow
 
-    def _release_weights(self, *, drops_graphs: bool = True) -> None:
+    def release_weights(self, *, drops_graphs: bool = True) -> None:
+        """Nothing stays gathered that nobody holds."""
         self.access.flush()
         for unit in self.units if drops_graphs else ():
             unit.is_in_graph = False
@@ -299,13 +312,15 @@ class ZeroEngine:
         self.grads.reduce_postponed()
         self.grads.wait()
         self.grads.write_back()
-        self._release_weights()
+        self.release_weights()
         self.weights.finish_communication()
+        self.progress.is_stepping = True
 
     def after_step(self, handles: Collection[ParamHandle], *, is_published: bool = True) -> None:
         """The shards of these parameters have been updated on some rank, or are being; every rank
         passes the same. ``is_published``: so are the model weights.
         """
+        self.progress.steps, self.progress.is_stepping = self.progress.steps + 1, False
         self.access.mark_stale()
         self.grads.pending.difference_update(handles)
         with torch._C.DisableTorchFunctionSubclass():
@@ -457,9 +472,7 @@ class ZeroEngine:
         if self.saved is not None:
             self.saved.reset()
         try:
-            self._settle(gather=gather)
-            for unit in self.units:
-                self._give_back(unit, gather=gather)
+            close_units(self, gather=gather)
             self.grads.close()
             for driver in self.drivers:
                 driver.close(keeps_state=gather)
@@ -467,33 +480,11 @@ class ZeroEngine:
             if self.offload is not None:
                 self.offload.close()
 
-    def _settle(self, *, gather: bool) -> None:
-        """Let nothing be under way any more."""
-        if not gather:
-            if self.offload is not None:
-                self.offload.runner.stop()
-            return
-        self.meet(is_last=True)
-        # a rank that leaves early would leave the others waiting for it
-        self.collectives.all_gather_object(None, "the end of the run")
-        self.end_backward()
-        self.grads.wait()
-        self._release_weights()
-        self.publish_delayed()
-        self.weights.finish_communication()
-        if self.offload is not None:
-            self.offload.runner.wait()
+    def recover(self, *, keeps_gradients: bool) -> None:
+        """See :func:`~lightning_zero.engine.ending.recover`. Collective."""
+        recover(self, keeps_gradients=keeps_gradients)
 
-    def _give_back(self, unit: ZeroUnit, *, gather: bool) -> None:
-        if gather:
-            self.weights.fetch(unit)
-        is_here = not (self.weights.has_storage_of_its_own or unit.is_gathering)
-        if gather or (is_here and not unit.owns_shards):
-            guard.release(unit.handles)
-            with torch.no_grad():
-                for buffer in unit.buffers:
-                    buffer.give_back()
-        else:
-            guard.abandon(unit.handles)
-            for buffer in unit.buffers:
-                buffer.leave_placeholders()
+    def forget_backward(self) -> None:
+        """No backward is under way, and nothing is in use."""
+        self._backward_is_open = self._peek_is_open = False
+        self.release_weights()

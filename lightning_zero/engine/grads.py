@@ -473,6 +473,14 @@ class GradReducer:
         """Bytes of the reduced gradients that are not offloaded."""
         return sum(bucket.shard.nbytes for bucket in self._order if bucket.shard is not None)
 
+    def drop_all(self) -> None:
+        """Forget all gradients, also those on their way. Local, but every rank has to do it."""
+        self._in_flight.clear()
+        self._scales.clear()
+        self._has_window = False
+        handles = {handle for buffer in self.buckets for handle in buffer.handles}
+        self.zero(handles, set_to_none=True)
+
     def close(self) -> None:
         """Drop all gradients; nothing may be under way."""
         self._in_flight.clear()

@@ -147,6 +147,7 @@ def release(handles: list[ParamHandle]) -> None:
 def abandon(handles: list[ParamHandle]) -> None:
     """Leave parameters sharded for good: every use raises :class:`ShardedParameterError`."""
     for handle in handles:
+        register(handle, _Gone())
         handle.param.__class__ = handle.guard_class
         _guarded[id(handle.param)] = (handle, _Gone())
 

@@ -63,7 +63,7 @@ def sums_of_halves(rank: int) -> tuple[Tensor, Tensor]:
 
 def reduce_wide() -> None:
     groups = dist.new_group(), dist.new_group()
-    watch = StallWatch(models.rank(), models.world_size(), timedelta(seconds=20), set())
+    watch = StallWatch(models.rank(), models.world_size(), timedelta(seconds=20), {})
     for collectives in (NativeCollectives(*groups, watch), GlooExchange(groups[0], watch)):
         mine, want = sums_of_halves(models.rank())
         out = torch.full((4,), torch.nan)

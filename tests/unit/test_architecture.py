@@ -22,7 +22,16 @@ ALLOWED = {
     "offload_devices": {"comm", "config", "engine", "errors", "offload"},
     "offloading": {"checkpointing", "config", "engine", "offload_devices"},
     "callbacks": {"config", "engine", "strategy"},
-    "checkpointing": {"checkpoint", "comm", "config", "engine", "errors", "precision"},
+    "checkpointing": {
+        "checkpoint",
+        "comm",
+        "config",
+        "endings",
+        "engine",
+        "errors",
+        "precision",
+    },
+    "endings": {"comm", "engine", "errors"},
     "strategy": {
         "allocator",
         "comm",
