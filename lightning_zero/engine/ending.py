@@ -56,6 +56,8 @@ def recover(engine: ZeroEngine, *, keeps_gradients: bool) -> None:
         engine.grads.drop_all()
     if engine.offload is not None:
         engine.offload.runner.wait()
+    if engine.access.serving is not None:
+        engine.access.serving.is_open = False
     for unit in engine.units:
         _drop_gathers(unit)
     with torch.no_grad():
