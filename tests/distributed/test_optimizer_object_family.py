@@ -416,7 +416,7 @@ class SharesState(Regression):
 REFUSED: dict[str, tuple[Callable[[], Regression], str]] = {
     "patched": (Patches, "`step` of the SGD object was replaced"),
     "ignores": (partial(Manual, Ignores), "closure"),
-    "looks_ahead": (partial(Regression, mlp, LooksAhead), "changes weights before"),
+    "looks_ahead": (partial(Regression, mlp, LooksAhead), "before it calls"),
     "shares_state": (SharesState, "the state of two parameters"),
 }
 
