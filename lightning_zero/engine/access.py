@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.collectives import Collectives
+from lightning_zero.engine.assigned import AssignedData
 from lightning_zero.engine.buffer import ParamHandle
 from lightning_zero.engine.calls import ModuleCalls
 from lightning_zero.engine.grads import GradReducer
@@ -22,8 +25,16 @@ class EngineAccess:
     changes of them are written back at the next read or boundary.
     """
 
-    def __init__(self, weights: Weights, grads: GradReducer, calls: ModuleCalls) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        grads: GradReducer,
+        calls: ModuleCalls,
+        handles: Collection[ParamHandle],
+        collectives: Collectives,
+    ) -> None:
         self._weights, self._grads, self._calls = weights, grads, calls
+        self.assigned = AssignedData(handles, weights, collectives)
         self.detaches_to_itself = False
         self.serving: Serving | None = None
         self._aliases: list[tuple[ParamHandle, weakref.ref[Tensor]]] = []
@@ -49,6 +60,15 @@ class EngineAccess:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
         self.flush()
         self._weights.write(handle, value)
+        self.assigned.wrote(handle, value)
+
+    @torch.no_grad()
+    def assign(self, handle: ParamHandle, value: Tensor) -> None:
+        """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        self.flush()
+        value = value.detach()
+        self.assigned.assign(handle, value)
+        self._weights.write(handle, value)
 
     def track(self, handle: ParamHandle, value: Tensor) -> None:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
@@ -68,6 +88,8 @@ class EngineAccess:
 
     def flush(self) -> None:
         """Write changes of handed-out values back. Called at boundaries and before every read."""
+        if self.assigned:
+            self.assigned.pull()
         if not self._handed_out:
             return
         handed_out, self._handed_out = self._handed_out, []
@@ -83,6 +105,7 @@ class EngineAccess:
                             " is a copy; take `param.data` anew after a step."
                         )
                     self._weights.write(handle, value)
+                    self.assigned.wrote(handle, value)
                 version = value._version
                 # our own uses are 2 each; with more somebody else can still change it
                 uses = torch._C._storage_Use_Count(value.untyped_storage()._cdata)

@@ -114,7 +114,7 @@ class ZeroEngine:
         self.grads = GradReducer(self.buffers, collectives, self.placements.grad, policy.grad_dtype)
         self.weights = self._place_weights()
         self.calls = ModuleCalls(call_context, self.device.type)
-        self.access = EngineAccess(self.weights, self.grads, self.calls)
+        self.access = EngineAccess(self.weights, self.grads, self.calls, self.handles, collectives)
         read_master = functools.partial(self.weights.read, is_rounded=False)
         self.access.serving = Serving(self.handles, collectives, read_master)
         for handle in self.handles:
@@ -329,6 +329,7 @@ class ZeroEngine:
             torch.autograd.graph.increment_version([handle.param for handle in handles])
         if is_published:
             self.weights.start_refresh({handle.buffer: None for handle in handles})
+            self.access.assigned.push(handles)
         self.access.complete_aliases()
 
     def grad_norm(self, driver: OptimizerDriver) -> Tensor:

@@ -77,6 +77,9 @@ class ParamAccess(Protocol):
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         """Set the parameter from a full value."""
 
+    def assign(self, handle: ParamHandle, value: Tensor) -> None:
+        """Set the parameter from a full value whose memory becomes the parameter's."""
+
     def track(self, handle: ParamHandle, value: Tensor) -> None:
         """``value`` has been handed out and may be changed by its holder."""
 
@@ -113,6 +116,8 @@ class _Gone:
             )
         release([handle])
         handle.set_data(value)
+
+    assign = write
 
     def track(self, handle: ParamHandle, value: Tensor) -> None: ...
 
@@ -194,6 +199,15 @@ class _Guarded(nn.Parameter):
                 if answer is not NotImplemented:
                     return answer
             return _operate(func, name, args, kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: torch does not tell subclasses of it, and DDP reduces the parameter no more."""
+        # no RuntimeError: torch's parametrizations would put other words in its place
+        raise TypeError(
+            f"Parameter '{_guarded[id(self)][0].fqn}': its memory can not be exchanged by `set_`"
+            " while it is sharded. Parametrizations that do so are registered or removed before the"
+            " run begins; values are changed by `param.data = value` or `param.copy_(value)`."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
@@ -277,22 +291,32 @@ def _attribute(func: Callable[..., Any], kind: str, args: tuple[Any, ...]) -> An
     if name in ("itemsize", "nbytes"):
         return access.dtype_of(handle).itemsize * (param.numel() if name == "nbytes" else 1)
     if name == "data":
-        if kind == "__set__" and args[1] is param:
-            return None
         if kind == "__get__":
             return _hand_out(handle, access)
-        if (args[1].shape, args[1].dtype) != (param.shape, access.dtype_of(handle)):
-            raise ValueError(
-                f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype"
-                f" {access.dtype_of(handle)}, got data of shape"
-                f" {tuple(args[1].shape)} and dtype {args[1].dtype}. A sharded parameter keeps"
-                f" both during a run."
-            )
-        access.write(handle, _unguarded(args[1]).detach())
+        _assign(param, args[1])
         return None
     if name in ("T", "mT", "H", "mH", "real", "imag"):
         return _operate(func, name, args, {})
     return func(*args)
+
+
+def _assign(param: nn.Parameter, value: Tensor) -> None:
+    """``param.data = value``; see [Note: assigned data]."""
+    if value is param:
+        return
+    handle, access = _guarded[id(param)]
+    if isinstance(value, _Guarded):
+        raise RuntimeError(
+            f"Parameter '{handle.fqn}' was assigned another parameter's data, which would make them"
+            " one. Assign a copy: `param.data = other.detach().clone()`."
+        )
+    if (value.shape, value.dtype) != (param.shape, access.dtype_of(handle)):
+        raise ValueError(
+            f"Parameter '{handle.fqn}' has shape {tuple(param.shape)} and dtype"
+            f" {access.dtype_of(handle)}, got data of shape {tuple(value.shape)} and dtype"
+            f" {value.dtype}. A sharded parameter keeps both during a run."
+        )
+    access.assign(handle, value)
 
 
 def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
