@@ -467,8 +467,10 @@ def test_a_file_that_somebody_deleted_does_not_stop_closing(disk: Disk, tmp_path
 
 
 INTERRUPTED = """
-import os, sys, time, types
+import os, signal, sys, time, types
 from pathlib import Path
+# ignored signals are inherited: from `nohup`, or from a shell that has put the tests aside
+signal.signal(signal.SIGINT, signal.default_int_handler)
 package = types.ModuleType("lightning_zero")  # without Lightning, which takes seconds
 package.__path__ = [sys.argv[1]]
 sys.modules["lightning_zero"] = package
@@ -493,9 +495,12 @@ def test_an_interrupted_process_ends_although_the_disk_hangs(tmp_path: Path) -> 
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=15)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, messages = process.communicate(timeout=15)
+    finally:
+        process.kill()  # whatever happens: the next test finds nothing of it
     assert "KeyboardInterrupt" in messages
     assert process.returncode in (1, 130, -signal.SIGINT)
