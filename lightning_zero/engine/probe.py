@@ -9,6 +9,7 @@ So it is tried out ([Note: the trial]).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -179,6 +180,8 @@ def state_bytes_per_element(user: Optimizer, dtype: torch.dtype, group: int = 0)
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0  # it never has a gradient
+    if not inspect.isfunction(type(user).step):
+        return 0  # a double in its place, which counts its calls
     start = [
         [torch.zeros(_SIZED, dtype=dtype)] if index == group else []
         for index in range(len(user.param_groups))
