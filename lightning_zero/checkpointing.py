@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import run_state
-from lightning_zero.checkpoint.encoding import decode
 from lightning_zero.checkpoint.failures import CheckpointError, together
-from lightning_zero.checkpoint.folder import is_folder, read_meta, remove_folder, save_folder
+from lightning_zero.checkpoint.folder import is_folder, remove_folder, save_folder
 from lightning_zero.checkpoint.foreign import foreign_kind
 from lightning_zero.checkpoint.lazy import read_all, unpack, unread
 from lightning_zero.checkpoint.loading_code import looked_at
@@ -232,7 +231,7 @@ class CheckpointingStrategy(DDPStrategy):
         """Read a checkpoint, a file or a folder. Its tensors are read when they are used."""
         path = _local_path(checkpoint_path)
         if path is not None and is_folder(path):
-            return unpack(path, read_meta(path))
+            return unpack(path)
         if path is not None and path.is_dir():
             raise _not_ours(path)
         if path is not None and path.is_file() and type(self.checkpoint_io) is TorchCheckpointIO:
@@ -240,7 +239,7 @@ class CheckpointingStrategy(DDPStrategy):
                 loaded: dict[str, Any] = torch.load(
                     path, map_location="cpu", mmap=True, weights_only=weights_only
                 )
-                return decode(loaded)  # type: ignore[no-any-return]  # one that was a folder
+                return loaded
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import safetensors_format
 from lightning_zero.checkpoint.checksum import BLOCK
+from lightning_zero.checkpoint.encoding import decode
 from lightning_zero.checkpoint.failures import CheckpointError, some
 from lightning_zero.checkpoint.files import memory_of, sync
-from lightning_zero.checkpoint.index import KEY, MODEL, placeholder
+from lightning_zero.checkpoint.index import MODEL, Placeholder, placeholder
 from lightning_zero.checkpoint.loading import load_from
-from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_meta
+from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_encoded
 from lightning_zero.checkpoint.safetensors_format import Entry
-from lightning_zero.checkpoint.tree import rebuilt
+from lightning_zero.checkpoint.tree import children, rebuilt
 from lightning_zero.checkpoint.workplace import Workplace, clean
 
 # What Lightning leaves out of a checkpoint with `save_weights_only=True`.
@@ -67,14 +68,15 @@ def consolidate(
     kind = kind or target.suffix.removeprefix(".")
     if kind not in ("ckpt", "safetensors"):
         raise ValueError(f"kind has to be 'ckpt' or 'safetensors', not {kind!r}")
-    source = _Source(OpenFolder.open(folder), progress)
+    dropped = _NOT_WEIGHTS if weights_only or kind == "safetensors" else ()
+    source = _Source(OpenFolder.open(folder), progress, dropped)
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     if target.is_dir():
         raise CheckpointError(f"'{target}' is a folder")
     with Workplace(target) as workplace:
         if kind == "ckpt":
-            return _to_ckpt(source, workplace.new, target, weights_only)
+            return _to_ckpt(source, workplace.new, target)
         return _to_safetensors(source, workplace.new, target, max_shard_bytes)
 
 
@@ -84,17 +86,20 @@ class _Source:
 
     folder: OpenFolder
     progress: Progress | None
+    dropped: Sequence[str] = ()
     done: int = 0
     total: int = 0
     meta: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         is_ours = self.folder.manifest is not None
-        self.meta = read_meta(self.folder.path) if is_ours else {}
+        encoded = read_encoded(self.folder.path) if is_ours else {}
+        # what is left out may be of classes that are not there
+        self.meta = decode({k: v for k, v in encoded.items() if k not in self.dropped})
         if "state_dict" not in self.meta:
             names = [n for n in self.folder.tensors if n.startswith(MODEL)]
             names = names or list(self.folder.tensors)
-            self.meta["state_dict"] = {n.removeprefix(MODEL): {KEY: n} for n in names}
+            self.meta["state_dict"] = {n.removeprefix(MODEL): Placeholder.of(n) for n in names}
 
     def entry(self, name: str) -> Entry:
         """Describes a tensor.
@@ -142,9 +147,8 @@ def _replaced(value: Any, replace: Callable[[str], Any]) -> Any:
     return rebuilt(value, change)
 
 
-def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) -> list[Path]:
-    dropped = _NOT_WEIGHTS if weights_only else ()
-    meta = {key: value for key, value in source.meta.items() if key not in dropped}
+def _to_ckpt(source: _Source, folder: Path, target: Path) -> list[Path]:
+    meta = source.meta
     names: dict[str, None] = {}
     _replaced(meta, lambda name: names.setdefault(name))
     entries = [source.entry(name) for name in names]
@@ -154,8 +158,9 @@ def _to_ckpt(source: _Source, folder: Path, target: Path, weights_only: bool) ->
     _write_ckpt(path, meta, source, entries)
     with ThreadPoolExecutor(1) as beside:
         synced = beside.submit(sync, path)
-        # What was read is gone by now; the file is mapped: two copies are never in memory.
-        written = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # What was read is gone by now; the file is mapped: two copies are never in memory. Nobody
+        # but us has written it, and its objects are those of [Note: held objects].
+        written = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         found: dict[str, Tensor] = {}
         _match(meta, written, found)
         for batch in source.batches(entries):
@@ -178,15 +183,18 @@ def _write_ckpt(path: Path, meta: dict[str, Any], source: _Source, entries: list
 
 def _match(meta: Any, written: Any, found: dict[str, Tensor]) -> None:
     """Collect the tensors that have taken the places of the placeholders."""
-    name = placeholder(meta)
-    if name is not None:
-        found[name] = written
-    elif isinstance(meta, dict):
-        for key, entry in meta.items():
-            _match(entry, written[key], found)
-    elif type(meta) in (list, tuple):
-        for entry, other in zip(meta, written, strict=True):
-            _match(entry, other, found)
+    pending, seen = [(meta, written)], {id(meta)}
+    while pending:
+        value, other = pending.pop()
+        name = placeholder(value)
+        if name is not None:
+            found[name] = other
+            continue
+        others = children(other)
+        for place, child in children(value).items():
+            if id(child) not in seen:
+                seen.add(id(child))
+                pending.append((child, others[place]))
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -39,7 +39,9 @@ from lightning_zero.checkpoint.failures import (
 KEY = "__tensor__"  # in `meta`, {KEY: name} stands for a tensor of the folder
 MODEL = "model."  # the names of weights begin with it
 METADATA, MANIFEST, META = ".metadata", "manifest.json", "meta.pt"
-FORMAT = 1
+FORMAT = 2
+# In format 1 `meta` has nothing of [Note: held objects]; all else is the same.
+_READABLE = (1, FORMAT)
 _PREFIX = '{"crc32": "%08x", '
 _DCP = "torch.distributed.checkpoint"
 # What the pickle of a Metadata consists of, as written by torch 2.3 and later.
@@ -126,10 +128,18 @@ def build_metadata(items: Iterable[Item], empty: Iterable[Item], folder: str) ->
     )
 
 
+class Placeholder(dict[str, str]):
+    """``{KEY: name}`` where ``meta`` is not plain data: stands for a tensor of the folder."""
+
+    @classmethod
+    def of(cls, name: str) -> Placeholder:
+        """The one for the tensor ``name``."""
+        return cls({KEY: name})
+
+
 def placeholder(value: Any) -> str | None:
     """The name of the tensor for which an entry of ``meta`` stands, if it does."""
-    is_one = isinstance(value, dict) and value.keys() == {KEY} and isinstance(value[KEY], str)
-    return value[KEY] if is_one else None
+    return value[KEY] if isinstance(value, Placeholder) else None
 
 
 def _path(name: str) -> tuple[str, ...]:
@@ -257,10 +267,10 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     if prefix != (_PREFIX % zlib.crc32(text)).encode():
         raise CorruptCheckpointError(f"'{path}' is damaged: it is not what was written")
     body = json.loads(data)
-    if body["format"] != FORMAT or body["byteorder"] != sys.byteorder:
+    if body["format"] not in _READABLE or body["byteorder"] != sys.byteorder:
         raise CheckpointError(
             f"'{path}' has format {body['format']}, {body['byteorder']}-endian; this version of"
-            f" lightning_zero reads format {FORMAT}, {sys.byteorder}-endian"
+            f" lightning_zero reads formats up to {FORMAT}, {sys.byteorder}-endian"
         )
     files = {}
     for name, entry in body["files"].items():

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_zero.checkpoint.encoding import decode
-from lightning_zero.checkpoint.index import placeholder
+from lightning_zero.checkpoint.encoding import Lazy, decode
 from lightning_zero.checkpoint.loading import load_from
-from lightning_zero.checkpoint.opening import OpenFolder, TensorPart
+from lightning_zero.checkpoint.opening import OpenFolder, TensorPart, read_encoded
 from lightning_zero.checkpoint.rectangles import Rectangle, memory_order, rectangles
 from lightning_zero.checkpoint.tree import rebuilt
 
@@ -187,26 +186,15 @@ def unread(value: Any) -> Any:
     return rebuilt(value, change)
 
 
-def unpack(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of which the tensors are read when they are looked at. Local."""
+def unpack(path: Path) -> dict[str, Any]:
+    """A checkpoint of which the tensors are read when they are looked up. Local."""
     folder = OpenFolder.open(path)
     made: dict[str, SavedTensor] = {}
 
-    def tensor(name: str) -> SavedTensor:
+    def saved(name: str) -> SavedTensor:
         if name not in made:
             made[name] = SavedTensor.of(folder, name)
         return made[name]
 
-    def change(value: Any) -> Any:
-        if isinstance(value, list | tuple) and any(map(placeholder, value)):
-            return type(value)(tensor(placeholder(v) or "").read() for v in value)
-        if not isinstance(value, dict) or not any(map(placeholder, value.values())):
-            return NotImplemented
-        lazy = LazyDict()
-        for key, item in value.items():
-            name = placeholder(item)
-            lazy[key] = rebuilt(item, change) if name is None else tensor(name)
-        lazy.__dict__.update(getattr(value, "__dict__", {}))
-        return lazy
-
-    return cast(dict[str, Any], decode(rebuilt(meta, change)))
+    meta = decode(read_encoded(path), lambda name: saved(name).read(), Lazy(saved, LazyDict))
+    return cast(dict[str, Any], meta)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zero.checkpoint.checksum import BLOCK
+from lightning_zero.checkpoint.encoding import decode
 from lightning_zero.checkpoint.failures import CheckpointError, CorruptCheckpointError, describe
 from lightning_zero.checkpoint.files import CheckedFile, check_size, read_small_file
 from lightning_zero.checkpoint.index import (
@@ -112,7 +113,20 @@ class OpenFolder:
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The ``meta`` of a checkpoint; tensors on the CPU.
+    """The ``meta`` of a checkpoint; tensors on the CPU. For tensors of the folder there are
+    :class:`~lightning_zero.checkpoint.index.Placeholder` objects.
+
+    Raises:
+        CheckpointError: see :func:`read_encoded`, and if it holds objects of classes that are not
+            there.
+        CorruptCheckpointError: see :func:`read_encoded`.
+    """
+    meta: dict[str, Any] = decode(read_encoded(path))
+    return meta
+
+
+def read_encoded(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``meta.pt`` holds, as plain data ([Note: held objects]).
 
     Raises:
         CheckpointError: if it is not a checkpoint or was written by DCP alone.
@@ -163,7 +177,7 @@ def verify(
     folder = OpenFolder.open(path)
     if folder.manifest is None:
         raise CheckpointError(f"'{path}' was not written by lightning_zero: it has no {MANIFEST}")
-    read_meta(path)
+    read_encoded(path)
     if not every_byte:
         return
     files = folder.manifest.files

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import run_state
 from lightning_zero.checkpoint.encoding import encode
 from lightning_zero.checkpoint.hyper_parameters import safe_hyper_parameters
-from lightning_zero.checkpoint.index import KEY, MODEL
+from lightning_zero.checkpoint.index import MODEL, Placeholder
 from lightning_zero.checkpoint.lazy import shaped
 from lightning_zero.checkpoint.opening import TensorPart
 from lightning_zero.checkpoint.rectangles import rectangles
@@ -80,7 +80,9 @@ class _Packer:
             meta[run_state.KEY] = {**run, "unreduced": self._unreduced(run["unreduced"])}
         for key in meta.keys() - {"state_dict", "optimizer_states"}:
             meta[key] = self._rest(key, meta[key])
-        meta = encode(safe_hyper_parameters(meta, warns=self._is_writer))
+        meta = safe_hyper_parameters(meta, warns=self._is_writer)
+        # the states of callbacks differ between ranks, and rank 0's are saved
+        meta = encode(meta, "checkpoint", is_strict=self._is_writer)
         return Packed(self._tensors, meta, self._opened.close)
 
     def _state_dict(self, state: Any) -> Any:
@@ -119,7 +121,7 @@ class _Packer:
                     whole = ((0,) * value.dim(), value)
                     part = TensorPart(tuple(value.shape), value.dtype, [whole])
                     self._tensors[names[key]] = part
-            packed.append({key: {KEY: name} for key, name in names.items()})
+            packed.append({key: Placeholder.of(name) for key, name in names.items()})
         return packed
 
     def _rest(self, path: str, value: Any) -> Any:
@@ -134,12 +136,12 @@ class _Packer:
 
         return rebuilt(value, put)
 
-    def _put(self, name: str, value: Tensor | StateShard | GradShard) -> dict[str, str]:
+    def _put(self, name: str, value: Tensor | StateShard | GradShard) -> Placeholder:
         if id(value) in self._name_of:  # tied weights are written once
-            return {KEY: self._name_of[id(value)]}
+            return Placeholder.of(self._name_of[id(value)])
         self._tensors[name] = self._part(value)
         self._name_of[id(value)] = name
-        return {KEY: name}
+        return Placeholder.of(name)
 
     def _part(self, value: Tensor | StateShard | GradShard) -> TensorPart:
         if isinstance(value, StateShard):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,39 +13,58 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with everything replaced that ``change`` gives something else for.
 
     ``change`` is asked first and returns ``NotImplemented`` for what it does not know; then dicts,
-    lists, tuples and dataclasses are looked into. A container keeps its type, its order and its
-    attributes (the ``_metadata`` of a state dict), and is itself if nothing in it has changed.
+    lists, tuples, deques and dataclasses are looked into. A container keeps its type, its order and
+    its attributes (the ``_metadata`` of a state dict), and is itself if nothing in it has changed.
+    What is in several places is asked about once, and in the same places again.
     """
-    new = change(value)
-    if new is not NotImplemented:
-        return new
+    return _Rebuilt(change).of(value)
+
+
+class _Rebuilt:
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+        self._done: dict[int, tuple[Any, Any]] = {}  # with the original: its id stays its
+
+    def of(self, value: Any) -> Any:
+        if id(value) not in self._done:
+            self._done[id(value)] = (value, value)  # for what contains itself
+            self._done[id(value)] = (value, self._new(value))
+        return self._done[id(value)][1]
+
+    def _new(self, value: Any) -> Any:
+        new = self._change(value)
+        if new is not NotImplemented:
+            return new
+        old = children(value)
+        changed = {place: self.of(child) for place, child in old.items()}
+        changed = {place: child for place, child in changed.items() if child is not old[place]}
+        return with_children(value, changed) if changed else value
+
+
+def children(value: Any) -> dict[Any, Any]:
+    """What is in a container, by place; nothing for anything else."""
     if isinstance(value, dict):
-        return _copied(value, value, {key: rebuilt(v, change) for key, v in dict.items(value)})
+        return dict(dict.items(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        old = dict(vars(value)) if hasattr(value, "__dict__") else {}
-        fields = {name: rebuilt(v, change) for name, v in old.items()}
-        if all(fields[name] is old[name] for name in old):
-            return value
-        made = copy.copy(value)
-        for name, field in fields.items():
-            object.__setattr__(made, name, field)
-        return made
-    if isinstance(value, list | tuple):
-        items = [rebuilt(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, tuple):
-            return tuple.__new__(type(value), items)
-        return _copied(value, dict(enumerate(value)), dict(enumerate(items)))
-    return value
+        names = {field.name: None for field in dataclasses.fields(value)}
+        names |= getattr(value, "__dict__", {})
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    return {}
 
 
-def _copied(value: Any, old: dict[Any, Any], new: dict[Any, Any]) -> Any:
-    if all(new[key] is old[key] for key in new):
-        return value
-    made = copy.copy(value)
-    for key, item in new.items():
-        made[key] = item
+def with_children(value: Any, changed: dict[Any, Any]) -> Any:
+    """A copy of a container with other things in some of its places."""
+    if isinstance(value, tuple):
+        items = [changed.get(place, child) for place, child in enumerate(value)]
+        return tuple.__new__(type(value), items)
+    made: Any = copy.copy(value)
+    for place, child in changed.items():
+        if dataclasses.is_dataclass(value):
+            object.__setattr__(made, place, child)
+        else:
+            made[place] = child
     return made
 
 
@@ -53,10 +73,7 @@ def leaves(value: Any) -> list[Any]:
     found: list[Any] = []
 
     def collect(item: Any) -> Any:
-        is_inner = isinstance(item, dict | list | tuple) or (
-            dataclasses.is_dataclass(item) and not isinstance(item, type)
-        )
-        if not is_inner:
+        if not children(item):
             found.append(item)
         return NotImplemented
 
