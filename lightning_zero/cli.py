@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+
 from lightning_zero.checkpoint import consolidate as consolidation
-from lightning_zero.checkpoint import foreign
+from lightning_zero.checkpoint import foreign, one_file
 from lightning_zero.checkpoint.folder import read_info
 from lightning_zero.checkpoint.folder import verify as verify_folder
 from lightning_zero.checkpoint.opening import Progress
@@ -21,14 +23,16 @@ from lightning_zero.checkpoint.opening import Progress
 def consolidate(
     folder: Path, out: Path, weights_only: bool = False, max_shard_bytes: int | None = None
 ) -> None:
-    """Make one file of a sharded checkpoint.
+    """Make one file of a sharded checkpoint, or a .safetensors of a single file.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint; a single file is copied, or its weights are taken out.
         out: OUT.ckpt gets everything, as an ordinary Lightning file; OUT.safetensors the weights.
         weights_only: leave out optimizers, loops and callbacks.
         max_shard_bytes: cut a .safetensors file into several of at most this size.
     """
+    if folder.is_file():
+        print(f"'{folder}' is one file already", end=": ")
     with _bar(f"consolidating {folder.name}") as progress:
         files = consolidation.consolidate(
             folder,
@@ -41,30 +45,52 @@ def consolidate(
 
 
 def inspect(folder: Path, verify: bool = False) -> None:
-    """Show what is in a sharded checkpoint.
+    """Show what is in a checkpoint, a folder or a single file.
 
     Args:
         folder: the checkpoint.
         verify: read every byte and compare it with the checksums.
     """
+    if folder.is_file():
+        found = one_file.look(folder)
+        facts = {"kind": found.kind, **found.facts, "file": _size(found.bytes)}
+        rows = {name: (t.shape, t.dtype) for name, t in found.tensors.items()}
+    else:
+        info = read_info(folder)
+        facts = {key: str(value) for key, value in info.info.items()}
+        facts["files"] = f"{len(info.files)}, {_size(sum(info.files.values()))}"
+        rows = {name: (shape, info.dtypes[name]) for name, shape in info.shapes.items()}
+    _show(str(folder), facts, rows)
+    with _bar("verifying") if verify else contextlib.nullcontext() as progress:
+        if not folder.is_file():
+            verify_folder(folder, every_byte=verify, progress=progress)
+        elif verify:
+            one_file.check_file(folder)
+    if verify:
+        print("every byte is right")
+    elif not folder.is_file():
+        print("all files are there, with the right sizes")
+
+
+def _show(
+    title: str,
+    facts: Mapping[str, str],
+    rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    info, console = read_info(folder), Console()
-    facts = Table(title=str(folder), show_header=False)
-    for key, value in info.info.items():
-        facts.add_row(key, str(value))
-    facts.add_row("files", f"{len(info.files)}, {_size(sum(info.files.values()))}")
-    console.print(facts)
+    console = Console()
+    table = Table(title=escape(title), show_header=False)
+    for key, value in facts.items():
+        table.add_row(escape(key), escape(value))
+    console.print(table)
     tensors = Table("tensor", "shape", "dtype", "bytes")
-    for name, shape in info.shapes.items():
-        dtype = info.dtypes[name]
+    for name, (shape, dtype) in rows.items():
         nbytes = _size(math.prod(shape) * dtype.itemsize)
-        tensors.add_row(name, str(shape), str(dtype).removeprefix("torch."), nbytes)
+        tensors.add_row(escape(name), str(shape), str(dtype).removeprefix("torch."), nbytes)
     console.print(tensors)
-    with _bar("verifying") if verify else contextlib.nullcontext() as progress:
-        verify_folder(folder, every_byte=verify, progress=progress)
-    console.print("every byte is right" if verify else "all files are there, with the right sizes")
 
 
 def convert(folder: Path, out: Path, weights_only: bool = False) -> None:

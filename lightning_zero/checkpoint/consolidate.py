@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint import safetensors_format
 from lightning_zero.checkpoint.checksum import BLOCK
 from lightning_zero.checkpoint.encoding import decode
 from lightning_zero.checkpoint.failures import CheckpointError, some
 from lightning_zero.checkpoint.files import memory_of, sync
+from lightning_zero.checkpoint.foreign_unpickle import load_file
 from lightning_zero.checkpoint.index import MODEL, Placeholder, placeholder
 from lightning_zero.checkpoint.loading import load_from
+from lightning_zero.checkpoint.one_file import look
 from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_encoded
 from lightning_zero.checkpoint.safetensors_format import Entry
 from lightning_zero.checkpoint.tree import children, rebuilt
@@ -47,7 +51,7 @@ def consolidate(
     in the place of what was there.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint; one that is a single file is copied, or its weights are taken.
         out: the file.
         kind: ``"ckpt"``, a file as Lightning and ``torch.save`` write it, or ``"safetensors"``,
             the weights alone. By default what the suffix of ``out`` says.
@@ -69,7 +73,12 @@ def consolidate(
     if kind not in ("ckpt", "safetensors"):
         raise ValueError(f"kind has to be 'ckpt' or 'safetensors', not {kind!r}")
     dropped = _NOT_WEIGHTS if weights_only or kind == "safetensors" else ()
-    source = _Source(OpenFolder.open(folder), progress, dropped)
+    if Path(folder).is_file() and kind == "ckpt" and not weights_only:
+        return _copied(Path(folder), target)
+    if Path(folder).is_file():
+        source = _file_source(Path(folder), kind, progress, dropped)
+    else:
+        source = _Source(OpenFolder.open(folder), progress, dropped)
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
     if target.is_dir():
@@ -78,6 +87,42 @@ def consolidate(
         if kind == "ckpt":
             return _to_ckpt(source, workplace.new, target)
         return _to_safetensors(source, workplace.new, target, max_shard_bytes)
+
+
+def _copied(path: Path, target: Path) -> list[Path]:
+    """A copy of what is one file already; whatever is in it."""
+    found = look(path)
+    if found.kind == "safetensors":
+        raise CheckpointError(f"'{path}' has weights alone; a .ckpt can not be made of them")
+    if target.is_dir():
+        raise CheckpointError(f"'{target}' is a folder")
+    if not target.exists() or not path.samefile(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with Workplace(target) as workplace:
+            shutil.copyfile(path, workplace.new / target.name)
+            sync(workplace.new / target.name)
+            os.replace(workplace.new / target.name, target)
+        sync(target.parent)
+    return [target]
+
+
+def _file_source(
+    path: Path, kind: str, progress: Progress | None, dropped: Sequence[str]
+) -> _Source:
+    """A checkpoint that is one file already; its tensors stay in it until they are written."""
+    found = look(path)
+    if found.kind == "safetensors":
+        raise CheckpointError(f"'{path}' is a safetensors file already; there is nothing to do")
+    content = load_file(path)
+    is_checkpoint = isinstance(content, dict) and isinstance(content.get("state_dict"), dict)
+    if not is_checkpoint and not found.kind.startswith("weights"):
+        raise CheckpointError(f"'{path}' is {found.kind}: there are no weights to be found in it")
+    source = _Source(OpenFolder(path, Metadata({}), None), progress)
+    if is_checkpoint:
+        source.meta = {key: value for key, value in content.items() if key not in dropped}
+    else:
+        source.meta = {"state_dict": content} if kind == "safetensors" else content
+    return source
 
 
 @dataclass

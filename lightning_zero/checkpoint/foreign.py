@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.foreign_dcp import has_meta, is_dcp, read_dcp
 from lightning_zero.checkpoint.foreign_deepspeed import find_tag, read_deepspeed
 from lightning_zero.checkpoint.foreign_unpickle import Meter
 from lightning_zero.checkpoint.index import MANIFEST
+from lightning_zero.checkpoint.kinds import KNOWN, in_words
 from lightning_zero.checkpoint.opening import Progress
 
 # Lightning migrates a checkpoint from the version that wrote it; what we make is like this one's.
@@ -68,13 +69,8 @@ def read_foreign(
     """
     folder, meter = Path(folder), Meter(progress)
     kind = foreign_kind(folder)
-    if kind is None and (folder / MANIFEST).is_file():
-        raise CheckpointError(f"'{folder}' is a checkpoint of lightning_zero, not of others")
     if kind is None:
-        raise CheckpointError(
-            f"'{folder}' is no checkpoint folder that is known here: it has neither `.metadata`"
-            " (of FSDP and torch.distributed.checkpoint) nor `*_model_states.pt` (of DeepSpeed)"
-        )
+        raise CheckpointError(f"{in_words(folder)}. There is nothing to convert: {KNOWN}")
     try:
         if kind == "deepspeed":
             tag = find_tag(folder)

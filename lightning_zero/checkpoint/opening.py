@@ -25,6 +25,7 @@ from lightning_zero.checkpoint.index import (
     parse_manifest,
     parse_metadata,
 )
+from lightning_zero.checkpoint.kinds import in_words
 from lightning_zero.checkpoint.workplace import recover
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -201,6 +202,5 @@ def _find(path: str | os.PathLike[str]) -> tuple[Path, Manifest | None]:
         data = read_small_file(path / MANIFEST, None)
         return path, parse_manifest(data, path / MANIFEST)
     if not (path / METADATA).is_file():
-        what = "is not a checkpoint" if os.path.lexists(path) else "does not exist"
-        raise CheckpointError(f"'{path}' {what}")
+        raise CheckpointError(in_words(path))
     return path, None

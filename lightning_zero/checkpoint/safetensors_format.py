@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.envelope import count
 from lightning_zero.checkpoint.failures import CheckpointError
 from lightning_zero.checkpoint.files import memory_of
 
-_NAMES = {
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -125,7 +125,7 @@ def _is_next(file: BinaryIO, expected: memoryview) -> bool:
 
 def _layout(entries: Sequence[Entry], aliases: Mapping[str, str]) -> tuple[list[Entry], bytes]:
     """The tensors in the file's order and its header."""
-    unknown = [f"{e.name} ({e.dtype})" for e in entries if e.dtype not in _NAMES]
+    unknown = [f"{e.name} ({e.dtype})" for e in entries if e.dtype not in NAMES]
     if unknown:
         raise CheckpointError(f"safetensors has no dtype for {', '.join(unknown)}")
     # wide dtypes first, so that every tensor is aligned
@@ -136,7 +136,7 @@ def _layout(entries: Sequence[Entry], aliases: Mapping[str, str]) -> tuple[list[
     place = 0
     for entry in ordered:
         header[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
+            "dtype": NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [place, place + entry.nbytes],
         }
