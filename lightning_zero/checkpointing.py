@@ -15,16 +15,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import run_state
+from lightning_zero.checkpoint.encoding import encode
 from lightning_zero.checkpoint.failures import CheckpointError, together
 from lightning_zero.checkpoint.folder import is_folder, remove_folder, save_folder
 from lightning_zero.checkpoint.foreign import foreign_kind
 from lightning_zero.checkpoint.lazy import read_all, unpack, unread
 from lightning_zero.checkpoint.loading_code import looked_at
-from lightning_zero.checkpoint.packing import gather_whole, pack
+from lightning_zero.checkpoint.packing import Packed, gather_whole, pack
 from lightning_zero.checkpoint.random_state import set_random_states
 from lightning_zero.endings import Ending, agree_on_ending
 from lightning_zero.engine.driven import driver_of, parameters_of
@@ -53,6 +55,7 @@ class CheckpointingStrategy(DDPStrategy):
     _saved_run: Mapping[str, Any] = {}
     _is_running = False
     _ending: Ending | None = None
+    _loaded_run: Mapping[str, Any] = {}
 
     def is_interrupted(self) -> bool:
         """Whether the run is ending because of an exception."""
@@ -100,21 +103,42 @@ class CheckpointingStrategy(DDPStrategy):
 
     # -- saving
 
-    def check_checkpoint_folders(self, trainer: Trainer) -> None:
-        """Refuse places where checkpoints could not be saved, before anything is trained."""
+    def check_saving(self, trainer: Trainer) -> None:
+        """Refuse what could not be saved, before anything is trained. Collective."""
+        if self.config.save_format != "sharded":
+            return
         places = [getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks]
         for place in (*places, trainer.default_root_dir):
-            if place is not None and self.config.save_format == "sharded":
+            if place is not None:
                 _folder_path(str(place))
-        if (
-            self.config.save_format == "sharded"
-            and type(self.checkpoint_io) is not TorchCheckpointIO
-        ):
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
             raise MisconfigurationException(
                 f"With save_format='sharded' every rank writes to the folder itself, and the"
                 f" {type(self.checkpoint_io).__name__} would never be called. Remove the plugin, or"
                 " pass ZeroStrategy(save_format='full')."
             )
+        if trainer.checkpoint_callbacks:
+            what = "looking for what a sharded checkpoint can not hold"
+            together(self._collectives, what, lambda: self._check_states(trainer))
+
+    def _check_states(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        owners = [(f"callbacks[{c.state_key!r}]", c.state_dict) for c in callbacks]
+        owners += [
+            (f"state_dict['{name}._extra_state']", module.get_extra_state)
+            for name, module in self.lightning_module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        datamodule = getattr(trainer, "datamodule", None)
+        if datamodule is not None:
+            owners.append((type(datamodule).__qualname__, datamodule.state_dict))
+        for path, state_of in owners:
+            try:  # on every rank, for it may be collective
+                state = state_of()
+            except Exception:  # it may not be ready yet: then the first save tells
+                continue
+            encode(state, path, is_strict=self.is_global_zero)  # whose states are saved
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -187,7 +211,15 @@ class CheckpointingStrategy(DDPStrategy):
                 "`storage_options` are for a CheckpointIO, and with save_format='sharded' every"
                 " rank writes to the folder itself. Leave them out, or use save_format='full'."
             )
-        packed = pack(checkpoint, self._param_names(), is_writer=self.is_global_zero)
+        made: list[Packed] = []
+        names, is_writer = self._param_names(), self.is_global_zero
+        what = f"putting checkpoint '{path}' together"
+        together(
+            self._collectives,
+            what,
+            lambda: made.append(pack(checkpoint, names, is_writer=is_writer)),
+        )
+        (packed,) = made
         info = {
             "step": checkpoint.get("global_step"),
             "epoch": checkpoint.get("epoch"),
@@ -229,6 +261,13 @@ class CheckpointingStrategy(DDPStrategy):
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint, a file or a folder. Its tensors are read when they are used."""
+        checkpoint = self._read_checkpoint(checkpoint_path, weights_only)
+        # hooks see the keys that they see under DDP
+        is_dict = isinstance(checkpoint, dict)  # who knows what a plugin reads
+        self._loaded_run = checkpoint.pop(run_state.KEY, {}) if is_dict else {}
+        return checkpoint
+
+    def _read_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None) -> dict[str, Any]:
         path = _local_path(checkpoint_path)
         if path is not None and is_folder(path):
             return unpack(path)
@@ -253,7 +292,8 @@ class CheckpointingStrategy(DDPStrategy):
             optimizer.load_state_dict(read_all(state))
             if driver is None:
                 _optimizer_to_device(optimizer, self.root_device)
-        self._saved_run = unread(checkpoint.get(run_state.KEY, {}))
+        run, self._loaded_run = self._loaded_run, {}
+        self._saved_run = unread(checkpoint.get(run_state.KEY, run))
         self._restore_random_states()
 
     def _restore_random_states(self) -> None:

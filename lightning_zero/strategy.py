@@ -218,7 +218,7 @@ class ZeroStrategy(OffloadingStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         check_materialized(self.lightning_module)
         if is_fitting:
-            self.check_checkpoint_folders(trainer)
+            self.check_saving(trainer)
         if is_fitting and self._layer_sync:
             self._check_layer_sync()
             self.model = self._layer_sync.apply(self.model)
