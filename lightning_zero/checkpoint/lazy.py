@@ -162,6 +162,14 @@ class LazyDict(OrderedDict[Any, Any]):
         return self.plain().__reduce_ex__(proto)
 
 
+# `tree_map` goes into a subclass of a dict only if it has been told how.
+pytree.register_pytree_node(
+    LazyDict,
+    lambda lazy: (list(lazy.values()), list(lazy.keys())),
+    lambda values, keys: OrderedDict(zip(keys, values, strict=True)),
+)
+
+
 def _plain(value: Any) -> Any:
     return value.read() if isinstance(value, SavedTensor) else value
 
