@@ -46,14 +46,15 @@ class EngineAccess:
 
     def dtype_of(self, handle: ParamHandle) -> torch.dtype:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
-        return handle.buffer.dtype if self._calls.depth else handle.buffer.shard.dtype
+        buffer = handle.buffer
+        return buffer.dtype if self._calls.use_model_weights else buffer.shard.dtype
 
     def read(self, handle: ParamHandle) -> Tensor:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
         self.flush()
         if self.serving is not None and self.serving.is_open and not self.is_in_place(handle):
             return self.serving.read(handle)
-        return self._weights.read(handle, is_rounded=self._calls.depth > 0)
+        return self._weights.read(handle, is_rounded=self._calls.use_model_weights)
 
     @torch.no_grad()
     def write(self, handle: ParamHandle, value: Tensor) -> None:

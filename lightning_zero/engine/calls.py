@@ -1,8 +1,10 @@
 """Whether a module call is under way, and what calls outside of steps need.
 
 Inside of module calls parameters are model weights, outside of them masters
-([Note: master weights]). Outside of training and evaluation steps (sampling in callbacks) nobody
-has switched autocast on, which rounded weights need: modules get fp32 inputs.
+([Note: master weights]). A module may have a function of its own recomputed in backward, where no
+call of it is under way: there they are model weights as they were in the forward. Outside of
+training and evaluation steps (sampling in callbacks) nobody has switched autocast on, which rounded
+weights need: modules get fp32 inputs.
 """
 
 from __future__ import annotations
@@ -37,6 +39,17 @@ class ModuleCalls:
         self._is_in_step = False
         self._opened = contextlib.ExitStack()
         self._compute_dtype: torch.dtype | None = None
+
+    @property
+    def use_model_weights(self) -> bool:
+        """Whether who reads a parameter now computes with it as a module does.
+
+        A backward has gradients enabled only for what is recomputed in it, or is to be
+        differentiated once more; hooks of gradients see masters.
+        """
+        if self.depth:
+            return True
+        return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

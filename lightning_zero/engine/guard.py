@@ -167,7 +167,8 @@ class _ReadParameter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, handle: ParamHandle, access: ParamAccess) -> Tensor:
-        return access.read(handle)
+        with torch.enable_grad():  # as where it is read: it tells what is recomputed
+            return access.read(handle)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
