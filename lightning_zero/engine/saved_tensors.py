@@ -88,7 +88,7 @@ class SavedTensors:
             if not any(unit.num_holds for unit in units):  # else they outlast the call anyway
                 if is_foreign:
                     used = list({param: None for _, _, param in self._places(module, units)})
-                num_holders = _num_holders(used)  # before others take hold here
+                num_holders = _num_holders(used) if used else 0  # before others take hold here
                 installed = self._install() if top is None else None
                 replaced = self._replace_frozen(module, units) if is_foreign else []
                 call = _Call(installed, replaced, used, num_holders)
