@@ -36,6 +36,8 @@ _POLL_SECONDS = 0.5
 _SUSPICIOUS_SECONDS = 2.0
 _EXIT_GRACE_SECONDS = 10.0
 _READ_STALL = timedelta(seconds=6)
+_SIGNAL_HANDLER = "called at signal_connector.py"
+"""Where Lightning's handler of a signal waits for the other ranks."""
 _REASON_SECONDS = 3.0
 # How gloo, NCCL and the store say that whoever they talk to is not there.
 _CONNECTION_WORDS = (
@@ -326,6 +328,14 @@ class StallWatch:
             places[rank] = state["place"]
             longest, is_read = min(longest, state["seconds"]), is_read or state["is_read"]
         limit = min(self.timeout, _READ_STALL) if is_read else self.timeout
+        signalled = [rank for rank, where in sorted(places.items()) if _SIGNAL_HANDLER in where]
+        if signalled and len(signalled) < self._world_size:
+            names = " and ".join(f"rank {rank}" for rank in signalled)
+            return RankMismatchError(
+                f"A signal (SIGTERM) has ended the run: {names} received it, and the other ranks"
+                " did not, so that they can not end together. Send it to all ranks, or to the"
+                " process that launched them: then a checkpoint is saved where one was asked for."
+            )
         if len(set(places.values())) == 1 or longest < limit.total_seconds() / 2:
             return None
         lines = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in sorted(places))
