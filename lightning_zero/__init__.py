@@ -6,8 +6,6 @@ Importing the package registers the strategy names ``zero1``, ``zero2`` and ``ze
     Trainer(strategy="zero3")
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_zero.callbacks.offload import OffloadCallback
 from lightning_zero.checkpoint.consolidate import consolidate
 from lightning_zero.checkpoint.foreign import convert
@@ -21,6 +19,7 @@ from lightning_zero.errors import (
     ZeroError,
 )
 from lightning_zero.precision import ZeroPrecision
+from lightning_zero.registration import register
 from lightning_zero.strategy import ZeroStrategy, full_params
 
 __version__ = "0.1.0"
@@ -41,4 +40,4 @@ __all__ = [
     "full_params",
 ]
 
-ZeroStrategy.register_strategies(StrategyRegistry)
+register()

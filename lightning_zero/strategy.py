@@ -159,6 +159,13 @@ class ZeroStrategy(OffloadingStrategy):
         self._collectives: Collectives = SingleRank()
         self._held = contextlib.ExitStack()
 
+    def __repr__(self) -> str:
+        # other Trainers show it when they refuse it
+        return (
+            f"<ZeroStrategy(stage={self.config.stage}): for `lightning.pytorch.Trainer`, not for"
+            " Fabric or the Trainer of `pytorch_lightning`>"
+        )
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

@@ -43,7 +43,16 @@ ALLOWED = {
         "precision",
     },
     "cli": {"checkpoint"},
-    "__init__": {"callbacks", "checkpoint", "engine", "errors", "precision", "strategy"},
+    "registration": {"strategy"},
+    "__init__": {
+        "callbacks",
+        "checkpoint",
+        "engine",
+        "errors",
+        "precision",
+        "registration",
+        "strategy",
+    },
 }
 COLLECTIVES = re.compile(
     r"\b(all_gather|all_reduce|reduce_scatter|broadcast|isend|irecv|barrier|all_to_all)\w*$"
