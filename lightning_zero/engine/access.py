@@ -59,6 +59,7 @@ class EngineAccess:
     @torch.no_grad()
     def write(self, handle: ParamHandle, value: Tensor) -> None:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
+        self._grads.local.refuse_write(handle)
         self.flush()
         self._weights.write(handle, value)
         self.assigned.wrote(handle, value)
@@ -77,15 +78,16 @@ class EngineAccess:
             self._aliases.append((handle, weakref.ref(value)))
             return
         # version -1: written back once in any case, for changes that no counter shows (numpy)
-        self._handed_out.append((handle, value, -1, False))
+        version = value._version if self._grads.local.is_accumulating(handle) else -1
+        self._handed_out.append((handle, value, version, False))
 
     def gradient(self, handle: ParamHandle) -> Tensor | None:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
-        return self._grads.gradient(handle)
+        return self._grads.local.read(handle)
 
     def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None:
         """See :class:`~lightning_zero.engine.guard.ParamAccess`."""
-        self._grads.set_gradient(handle, value)
+        self._grads.local.write(handle, value)
 
     def flush(self) -> None:
         """Write changes of handed-out values back. Called at boundaries and before every read."""
@@ -105,6 +107,7 @@ class EngineAccess:
                             " optimizer step. Under stage 3, and for master weights, such a tensor"
                             " is a copy; take `param.data` anew after a step."
                         )
+                    self._grads.local.refuse_write(handle)
                     self._weights.write(handle, value)
                     self.assigned.wrote(handle, value)
                 version = value._version

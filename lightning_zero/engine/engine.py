@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.config import PrecisionPolicy, ZeroConfig
@@ -25,7 +26,8 @@ from lightning_zero.engine.dtypes import ParamDtypes, param_dtypes
 from lightning_zero.engine.ending import Progress, close_units, give_up, recover
 from lightning_zero.engine.full_params import held
 from lightning_zero.engine.grads import GradReducer
-from lightning_zero.engine.hooks import attach_grad_hook, attach_module_hooks
+from lightning_zero.engine.hooks import GradHook, attach_grad_hooks, attach_module_hooks
+from lightning_zero.engine.local_grads import in_backward, refuse_step_in_backward
 from lightning_zero.engine.offload import Offload
 from lightning_zero.engine.optimizer import OptimizerDriver
 from lightning_zero.engine.placement import Placement, placements_of
@@ -33,11 +35,6 @@ from lightning_zero.engine.saved_tensors import SavedTensors
 from lightning_zero.engine.serving import Serving
 from lightning_zero.engine.units import MAX_UNIT_BYTES, UnitPhase, ZeroUnit, plan_units
 from lightning_zero.engine.weights import ReplicatedWeights, ShardedWeights, Weights
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
 
 _engines: weakref.WeakValueDictionary[EngineAccess, ZeroEngine] = weakref.WeakValueDictionary()
 
@@ -67,8 +64,7 @@ class ZeroEngine:
     """Shards a module and its optimizers over the ranks of ``collectives``.
 
     Building is collective: rank 0's weights and buffers are sent to all ranks. The optimizers
-        become drivers of shards
-    in place. :meth:`close` gives everything back.
+    become drivers of shards in place. :meth:`close` gives everything back.
 
     Args:
         module: the module, with full parameters anywhere and everything else on ``device``.
@@ -128,7 +124,7 @@ class ZeroEngine:
         self.saved = SavedTensors(self) if is_sharded else None
         self.is_closed = False
         self._hooks = attach_module_hooks(module, self, by_param)
-        self._has_grad_hook: set[ParamHandle] = set()
+        self._grad_hooks: dict[ParamHandle, GradHook] = {}
         self._backward_is_open = False
         self._peek_is_open = False
         self._buffers_are_due = True
@@ -205,6 +201,8 @@ class ZeroEngine:
         self.meet(is_last=True)
         if not is_training:
             self.publish_delayed()
+        else:  # `loss.backward()` is not announced
+            attach_grad_hooks(self, self._grad_hooks)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.calls.step())
             if self.saved is not None:
@@ -221,17 +219,17 @@ class ZeroEngine:
     def enter(self, unit: ZeroUnit) -> None:
         """A module call that uses ``unit`` begins."""
         self.access.flush()
-        in_backward = _in_backward()
+        is_in_backward = in_backward()
         is_outermost = not unit.pins
-        self.weights.enter(unit, UnitPhase.BACKWARD if in_backward else UnitPhase.FORWARD)
-        if is_outermost and in_backward:
+        self.weights.enter(unit, UnitPhase.BACKWARD if is_in_backward else UnitPhase.FORWARD)
+        if is_outermost and is_in_backward:
             unit.is_recomputed = True
         elif is_outermost:
             unit.num_calls += 1
 
     def need_in_backward(self, unit: ZeroUnit) -> None:
         """A tensor of a gathered unit is needed by a node of the backward."""
-        if not self._backward_is_open and not self._peek_is_open and _in_backward():
+        if not self._backward_is_open and not self._peek_is_open and in_backward():
             self._peek_is_open = (
                 True  # torch.autograd.grad: no gradients of parameters, but weights to release
             )
@@ -252,11 +250,9 @@ class ZeroEngine:
             return
         self._backward_is_open = self.progress.is_in_backward = True
         self.progress.backwards += 1
+        attach_grad_hooks(self, self._grad_hooks)
         with torch._C.DisableTorchFunctionSubclass():
-            for handle in self.handles:
-                if handle.param.requires_grad and handle not in self._has_grad_hook:
-                    self._hooks.append(attach_grad_hook(handle, self))
-                    self._has_grad_hook.add(handle)
+            self.grads.local.begin_backward(self._grad_hooks, loss_scale)
             self.grads.begin_backward(loss_scale)
 
     def on_gradient(self, handle: ParamHandle) -> None:
@@ -265,14 +261,16 @@ class ZeroEngine:
             self.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            grad, handle.param.grad = handle.param.grad, None
-            if grad is None:
-                return
+            if self.grads.local.is_accumulating(handle):
+                self.access.flush()
             unit = self._unit_of[handle]
-            # recomputation of a unit that was called several times brings its gradients in several
-            # parts
+            # a unit that was called several times and is recomputed gets its gradients in parts
             is_final = not unit.is_recomputed or unit.num_calls <= 1
-            self.grads.add(handle, grad, is_final=is_final)
+            grad = self.grads.local.take(handle, is_final=is_final)
+            if grad is None:
+                self.grads.arrive(handle, is_final=is_final)
+            else:
+                self.grads.add(handle, grad, is_final=is_final)
             buckets = map(self.grads.buckets.__getitem__, unit.buffers)
             has_arrived = all(bucket.arrived >= bucket.expected for bucket in buckets)
             if has_arrived and not unit.has_frozen:
@@ -284,6 +282,7 @@ class ZeroEngine:
             return
         self._backward_is_open = False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.grads.local.end_backward()
             self.grads.end_backward()
         self.progress.is_in_backward = False
         self.release_weights(drops_graphs=False)  # another backward of the same graph may follow
@@ -304,9 +303,9 @@ class ZeroEngine:
         """Bring everything that a step needs into the shards. Collective."""
         if any(unit.num_holds for unit in self.units):
             raise RuntimeError(
-                "An optimizer step inside `full_params(...)` is not possible: leave the context"
-                " first."
+                "An optimizer step inside `full_params(...)` is not possible: leave it first."
             )
+        refuse_step_in_backward()
         self.meet(is_last=True)
         self.end_backward()
         self.grads.reduce_postponed()
@@ -454,7 +453,7 @@ class ZeroEngine:
         handles = [entry[0] for entry in entries if entry is not None]
         units = list({self._unit_of[handle]: None for handle in handles})
         self.access.flush()
-        phase = UnitPhase.BACKWARD if _in_backward() else UnitPhase.FORWARD
+        phase = UnitPhase.BACKWARD if in_backward() else UnitPhase.FORWARD
         return held(self.weights, units, phase, handles if write else None)
 
     # -- the end
@@ -467,9 +466,11 @@ class ZeroEngine:
         become unusable.
         """
         self.is_closed = True
-        for hook in self._hooks:
+        hooks: list[RemovableHandle | GradHook] = [*self._hooks, *self._grad_hooks.values()]
+        for hook in hooks:
             hook.remove()
         self._hooks.clear()
+        self._grad_hooks.clear()
         if self.saved is not None:
             self.saved.reset()
         try:

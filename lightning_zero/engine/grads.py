@@ -32,6 +32,7 @@ from torch import Tensor
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.engine.bucket import GradBucket
 from lightning_zero.engine.buffer import FlatBuffer, ParamHandle
+from lightning_zero.engine.local_grads import LocalGrads
 from lightning_zero.engine.placement import Placement
 from lightning_zero.pending import Pending
 
@@ -63,6 +64,7 @@ class GradReducer:
         wire_dtype: what floating-point gradients are sent in; None: see [Note: gradient dtypes].
 
     Attributes:
+        loss_scale: of the last backward.
         is_blocked: whether an accumulation window is open; see :meth:`blocked`.
         keeps_unreduced: whether gradients stay full and local while it is.
         pending: parameters whose gradients no step has used yet.
@@ -79,20 +81,20 @@ class GradReducer:
         self._collectives = collectives
         self._average = 1.0 / collectives.world_size
         self._wire_dtype = wire_dtype
-        self._loss_scale = 1.0
+        self.loss_scale = 1.0
         self.keeps_unreduced = placement is Placement.UNREDUCED
         self._has_window = False
         self.pending: set[ParamHandle] = set()
         self.buckets = {buffer: GradBucket(buffer) for buffer in buffers}
         self._order = [self.buckets[buffer] for buffer in reversed(buffers)]
-        self._ready_order: (
-            list[GradBucket] | None
-        ) = []  # None once the ranks have agreed on the order
+        # None once the ranks have agreed on the order
+        self._ready_order: list[GradBucket] | None = []
         self._next_launch = 0
         self._in_flight: deque[_Reduction] = deque()
         self._seen: dict[ParamHandle, Tensor] = {}
         self._scales: list[tuple[Collection[ParamHandle], Tensor]] = []
         self.is_blocked = False
+        self.local = LocalGrads(self)
         self.peak_bytes = 0
 
     # -- during backward
@@ -112,7 +114,7 @@ class GradReducer:
         """A backward begins whose loss has been multiplied by ``loss_scale``."""
         self._apply_scales()
         self.write_back()
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         self._next_launch = 0
         for bucket in self._order:
             bucket.begin_backward()
@@ -127,14 +129,14 @@ class GradReducer:
         may carry.
         """
         if self._holds_sums:
-            return self._average / self._loss_scale
+            return self._average / self.loss_scale
         is_rounded = self._wire_dtype_of(bucket).itemsize < bucket.dtype.itemsize
         return 2.0 ** math.floor(math.log2(self._average)) if is_rounded else self._average
 
     def _carried(self, bucket: GradBucket) -> float:
         """The gradients in ``unreduced`` are the true ones times this."""
         scale = self._unreduced_scale(bucket)
-        return self._average if self._holds_sums else scale * self._loss_scale
+        return self._average if self._holds_sums else scale * self.loss_scale
 
     def _wire_dtype_of(self, bucket: GradBucket) -> torch.dtype:
         if bucket.dtype in _CASTABLE and self._wire_dtype is not None:
@@ -142,28 +144,29 @@ class GradReducer:
         return bucket.dtype if self._holds_sums else bucket.buffer.dtype
 
     def add(self, handle: ParamHandle, grad: Tensor, *, is_final: bool) -> bool:
-        """Take the gradient of a parameter.
+        """Take the gradient of a parameter; whether all of its buffer have arrived.
 
         Args:
             handle: the parameter.
             grad: its gradient.
             is_final: False if more may follow in this backward (recomputation runs several
                 backwards within one).
-
-        Returns:
-            Whether all gradients of the parameter's buffer have arrived.
         """
         if grad.layout is not torch.strided:
             raise NotImplementedError(
                 f"Parameter '{handle.fqn}' has a sparse gradient, which can not be sharded. Use"
-                f" dense gradients"
-                " (`sparse=False` for embeddings)."
+                " dense gradients (`sparse=False` for embeddings)."
             )
         bucket = self.buckets[handle.buffer]
         # what is added up is added up in the shard's dtype
         is_sum = self._holds_sums or not is_final
         dtype = bucket.dtype if is_sum else self._wire_dtype_of(bucket)
         bucket.add(handle, grad, self._unreduced_scale(bucket), dtype)
+        return self.arrive(handle, is_final=is_final)
+
+    def arrive(self, handle: ParamHandle, *, is_final: bool) -> bool:
+        """Count a gradient that has been taken, or waits with its parameter; see :meth:`add`."""
+        bucket = self.buckets[handle.buffer]
         bucket.arrived += is_final
         is_complete = bucket.arrived >= bucket.expected
         if is_complete and not self._is_postponed:
@@ -216,10 +219,10 @@ class GradReducer:
         unreduced = bucket.take_unreduced(wire)
         if not self._holds_sums:
             before = self._unreduced_scale(bucket)
-            return unreduced.to(wire), self._average / before / self._loss_scale
+            return unreduced.to(wire), self._average / before / self.loss_scale
         if wire == bucket.dtype:
             return unreduced, 1.0
-        return unreduced.mul_(self._loss_scale).to(wire), 1.0 / self._loss_scale
+        return unreduced.mul_(self.loss_scale).to(wire), 1.0 / self.loss_scale
 
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.popleft()
@@ -230,8 +233,7 @@ class GradReducer:
         """A backward has ended: reduce what is left and agree on what was used. Collective.
 
         Buckets without any gradient here are reduced too, before the ranks talk to each other:
-            another rank may be
-        waiting for them already.
+        another rank may be waiting for them already.
         """
         if self._is_postponed:
             self.peak_bytes = max(self.peak_bytes, self.unreduced_bytes())
@@ -297,6 +299,7 @@ class GradReducer:
 
     def settle(self) -> None:
         """Bring everything into the buckets: reductions, changes by hooks, clipping."""
+        self.local.spill()
         self._apply_scales()
         self.wait()
         self.write_back()
@@ -311,8 +314,9 @@ class GradReducer:
 
         Collective.
         """
-        if self.keeps_unreduced and any(bucket.unreduced is not None for bucket in self._order):
-            self.begin_backward(self._loss_scale)
+        is_kept = self.local.spill() or self.keeps_unreduced
+        if is_kept and any(bucket.unreduced is not None for bucket in self._order):
+            self.begin_backward(self.loss_scale)
             was_blocked, self.is_blocked = self.is_blocked, False
             self.end_backward()
             self.is_blocked = was_blocked
@@ -339,6 +343,12 @@ class GradReducer:
             self._seen[handle] = value
             return value
         return None
+
+    def local_gradient(self, handle: ParamHandle) -> Tensor | None:
+        """A copy of the gradient that waits to be sent, with its loss scale; None if rounded."""
+        bucket = self.buckets[handle.buffer]
+        view = bucket.unreduced_view(handle)
+        return view / self._unreduced_scale(bucket) if view.dtype == bucket.dtype else None
 
     def set_gradient(self, handle: ParamHandle, value: Tensor | None) -> None:
         """Replace the reduced gradient of a parameter. Every rank, with the same value."""
@@ -381,6 +391,7 @@ class GradReducer:
             self._scales = [(h, f) for h, f in self._scales if not set(h) <= set(handles)]
         self._apply_scales()
         self.wait()
+        handles = self.local.drop(handles, set_to_none=set_to_none)
         for handle in handles:
             self._seen.pop(handle, None)
             self.pending.discard(handle)
@@ -478,12 +489,12 @@ class GradReducer:
         self._in_flight.clear()
         self._scales.clear()
         self._has_window = False
-        handles = {handle for buffer in self.buckets for handle in buffer.handles}
-        self.zero(handles, set_to_none=True)
+        self.zero({h for buffer in self.buckets for h in buffer.handles}, set_to_none=True)
 
     def close(self) -> None:
         """Drop all gradients; nothing may be under way."""
         self._in_flight.clear()
         self._seen.clear()
+        self.local.close()
         for bucket in self._order:
             bucket.close()

@@ -14,10 +14,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -192,15 +193,35 @@ def attach_module_hooks(
     return handles
 
 
-def attach_grad_hook(handle: ParamHandle, engine: ZeroEngine) -> RemovableHandle:
-    """Have the engine take the parameter's gradient as soon as it has been accumulated."""
+class GradHook(NamedTuple):
+    """A hook on the node that accumulates a gradient, which lives as long as somebody holds it."""
+
+    node: Node
+    hook: RemovableHandle
+
+    def remove(self) -> None:
+        """Take the hook off the node."""
+        self.hook.remove()
+
+
+def attach_grad_hooks(engine: ZeroEngine, attached: dict[ParamHandle, GradHook]) -> None:
+    """Add the hooks of all parameters that require gradients and have none in ``attached`` yet."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for handle in engine.handles:
+            if handle not in attached and handle.param.requires_grad:
+                attached[handle] = _attach_grad_hook(handle, engine)
+
+
+def _attach_grad_hook(handle: ParamHandle, engine: ZeroEngine) -> GradHook:
+    """Have the engine take the parameter's gradient as soon as it has been accumulated, after all
+    hooks of the parameter. See [Note: gradients in hooks].
+    """
     engine_ref = weakref.ref(engine)
 
-    def take(param: Tensor) -> None:
+    def take(*grads: Any) -> None:
         engine = engine_ref()
         if engine is not None:
             engine.on_gradient(handle)
 
-    with torch._C.DisableTorchFunctionSubclass():
-        hook: RemovableHandle = handle.param.register_post_accumulate_grad_hook(take)
-    return hook
+    node = torch.autograd.graph.get_gradient_edge(handle.param).node
+    return GradHook(node, node.register_hook(take))
