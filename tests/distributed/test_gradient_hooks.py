@@ -283,6 +283,10 @@ CASES = {
     ),
     "manual": replace(hooked(), module=partial(Manual, (notes, squares))),
     "thaws": replace(hooked(), module=partial(Thaws, (notes, squares), optimizer=MOMENTUM)),
+    **{
+        kind: replace(hooked(), module=partial(Looks, kind))
+        for kind in ("tensor_hook", "module_hook", "multi_grad_hook", "node_hook")
+    },
     "no_gradient": replace(hooked(), module=NoGradient),
 }
 # stages 2 and 3 add what has no hooks after the reduction
