@@ -177,7 +177,12 @@ class LocalGrads:
             return None
         self._kept.pop(handle, None)
         _set_own(handle, None)
-        return own
+        return self._zeros(handle) if own is None and is_watched else own
+
+    def _zeros(self, handle: ParamHandle) -> Tensor:
+        """What DDP sends for a gradient that a hook has dropped."""
+        dtype = self._grads.buckets[handle.buffer].dtype
+        return torch.zeros_like(handle.placeholder, dtype=dtype)
 
     def _misses_some(self, handle: ParamHandle) -> bool:
         return self._has_earlier(handle) or (handle in self._taken and handle not in self._kept)
