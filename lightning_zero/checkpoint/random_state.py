@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+from lightning_zero.comm.collectives import Collectives
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -19,6 +23,25 @@ def random_states(device: torch.device) -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
     return states
+
+
+def gather_random_states(device: torch.device, collectives: Collectives) -> list[dict[str, Any]]:
+    """:func:`random_states` by rank. Collective."""
+    # numbers travel without torch.save, which somebody may have put a double in place of
+    plain = tree_map_only(
+        torch.Tensor, lambda t: _Numbers(t.tolist(), t.dtype), random_states(device)
+    )
+    gathered = collectives.all_gather_object(plain, "the random states")
+    return [
+        tree_map_only(_Numbers, lambda n: torch.tensor(n.values, dtype=n.dtype), states)
+        for states in gathered
+    ]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    values: list[int]
+    dtype: torch.dtype
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.random_state import random_states
+from lightning_zero.checkpoint.random_state import gather_random_states
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.saved_grads import pending_shards, pending_unreduced, restore_gradients
@@ -39,9 +39,7 @@ def run_state(
         is_accumulating: whether a module that is not sharded is inside an accumulation window.
         is_sharded: whether every rank writes its part of the checkpoint; else rank 0 writes it all.
     """
-    state: dict[str, Any] = {
-        "random_states": collectives.all_gather_object(random_states(device), "the random states")
-    }
+    state: dict[str, Any] = {"random_states": gather_random_states(device, collectives)}
     if engine is None:
         state["gradients"] = {
             name: param.grad

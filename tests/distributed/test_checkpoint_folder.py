@@ -33,7 +33,7 @@ from tests.support.folders import assert_same, load_whole, odd_tensors, shards
 
 
 def ranks() -> Collectives:
-    return collectives_for(torch.device("cpu"), timedelta(seconds=60), set())
+    return collectives_for(torch.device("cpu"), timedelta(seconds=60), {})
 
 
 def save_shards(path: Path, seed: int = 0, meta: dict[str, Any] | None = None) -> None:
