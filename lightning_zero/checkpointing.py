@@ -203,7 +203,7 @@ class CheckpointingStrategy(DDPStrategy):
             together(
                 self._collectives,
                 f"writing checkpoint '{path}'",
-                lambda: write(whole, target, storage_options=storage_options),
+                lambda: write(run_state.put_away(whole), target, storage_options=storage_options),
             )
             return
         if storage_options is not None:
@@ -264,7 +264,7 @@ class CheckpointingStrategy(DDPStrategy):
         checkpoint = self._read_checkpoint(checkpoint_path, weights_only)
         # hooks see the keys that they see under DDP
         is_dict = isinstance(checkpoint, dict)  # who knows what a plugin reads
-        self._loaded_run = checkpoint.pop(run_state.KEY, {}) if is_dict else {}
+        self._loaded_run = run_state.take_out(checkpoint) if is_dict else {}
         return checkpoint
 
     def _read_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None) -> dict[str, Any]:

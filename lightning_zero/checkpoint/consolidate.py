@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.index import MODEL, Placeholder, placeholder
 from lightning_zero.checkpoint.loading import load_from
 from lightning_zero.checkpoint.one_file import look
 from lightning_zero.checkpoint.opening import OpenFolder, Progress, TensorPart, read_encoded
+from lightning_zero.checkpoint.run_state import put_away
 from lightning_zero.checkpoint.safetensors_format import Entry
 from lightning_zero.checkpoint.tree import children, rebuilt
 from lightning_zero.checkpoint.workplace import Workplace, clean
@@ -193,7 +194,7 @@ def _replaced(value: Any, replace: Callable[[str], Any]) -> Any:
 
 
 def _to_ckpt(source: _Source, folder: Path, target: Path) -> list[Path]:
-    meta = source.meta
+    meta = put_away(source.meta)
     names: dict[str, None] = {}
     _replaced(meta, lambda name: names.setdefault(name))
     entries = [source.entry(name) for name in names]

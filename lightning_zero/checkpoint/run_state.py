@@ -81,6 +81,26 @@ def _sums(
     return sums
 
 
+def put_away(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint as it goes into one file: hooks of a stock Trainer that loads it find the keys
+    that they know, and what is ours lies among the states of the loops.
+    """
+    if KEY not in checkpoint or not isinstance(checkpoint.get("loops"), dict):
+        return checkpoint
+    rest = {key: value for key, value in checkpoint.items() if key != KEY}
+    return {**rest, "loops": {**rest["loops"], KEY: checkpoint[KEY]}}
+
+
+def take_out(checkpoint: dict[str, Any]) -> Mapping[str, Any]:
+    """Take what is ours out of a loaded checkpoint, wherever it lies."""
+    loops = checkpoint.get("loops")
+    for holder in (checkpoint, loops):
+        if isinstance(holder, dict) and KEY in holder:
+            found: Mapping[str, Any] = holder.pop(KEY)
+            return found
+    return {}
+
+
 def restore_run_gradients(
     engine: ZeroEngine | None, module: nn.Module, state: Mapping[str, Any]
 ) -> None:
