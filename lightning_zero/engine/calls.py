@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_zero.engine.local_grads import in_backward
+
 
 class ModuleCalls:
     """Counts the module calls under way. Runs the outermost one outside of a step in a context,
@@ -49,7 +51,7 @@ class ModuleCalls:
         """
         if self.depth:
             return True
-        return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        return in_backward() and torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -67,8 +69,7 @@ class ModuleCalls:
         self.depth += 1
         if self.depth > 1 or self._context is None or self._is_in_step:
             return
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if not is_in_backward and not torch.is_autocast_enabled(self._device_type):
+        if not in_backward() and not torch.is_autocast_enabled(self._device_type):
             self._opened.enter_context(self._context())
             self._compute_dtype = torch.get_autocast_dtype(self._device_type)
 
